@@ -29,6 +29,17 @@ def read(path):
 def write(path):
     with open(path, "w") as file:
         return file.write("x")
+
+
+def refused(what, number, *arguments):
+    # The filter answers EPERM whatever the other arguments are; the call itself would find another mistake in them.
+    ctypes.set_errno(0)
+    if libc.syscall(number, *arguments) != -1 or ctypes.get_errno() != 1:
+        leak(what, number, ctypes.get_errno())
+
+
+def interpreter():
+    return os.open(os.__file__, os.O_RDONLY)
 """
 
 ESCAPES = {
@@ -157,6 +168,32 @@ ESCAPES = {
     "runs_another_interpreter": "import subprocess\n"
     "for p in ('/proc/self/exe', '/usr/bin/python3', '/bin/python3', '/lib64/ld-linux-x86-64.so.2'):\n"
     "    attempt(p, lambda: subprocess.run([p, '-c', 'open(' + repr(CANARY) + ').read()'], check=True))",
+    "connects_by_fast_open": "attempt('fast', lambda: socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', PORT)))\n"
+    "attempt('message', lambda: socket.socketpair()[0].sendmsg([b'x'], [], 0x20000000, ABSTRACT))\n"
+    "s = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]\n"
+    "attempt('datagram', s.sendto, b'x', ABSTRACT)",
+    "opens_netlink_sockets": "for protocol in (0, 4, 9, 15):\n"
+    "    attempt('netlink', socket.socket, socket.AF_NETLINK, socket.SOCK_RAW, protocol)",
+    "changes_attributes_of_files": "import fcntl\n"
+    "for request in (0x40086602, 0x80086601, 0x401C5820, 0x801C581F, 0xC0045878, 0x5829):\n"
+    "    refused('ioctl', 16, interpreter(), request, ctypes.create_string_buffer(64))\n"
+    "for number in (468, 469): refused('file_setattr', number, -100, os.__file__.encode(), None, 0, 0)",
+    "leases_and_watches_the_interpreter": "import fcntl\nfolder = os.open(os.path.dirname(os.__file__), os.O_RDONLY)\n"
+    "attempt('lease', fcntl.fcntl, interpreter(), 1024, fcntl.F_RDLCK)\n"
+    "attempt('dnotify', fcntl.fcntl, folder, 1026, 1)\n"
+    "d = libc.inotify_init1(0)\nif d >= 0: leak('inotify')\n"
+    "if libc.inotify_add_watch(d, os.__file__.encode(), 0xFFF) >= 0: leak('watch')",
+    "locks_the_interpreter": "import fcntl\n"
+    "attempt('flock', fcntl.flock, interpreter(), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "attempt('lock', fcntl.lockf, interpreter(), fcntl.LOCK_SH | fcntl.LOCK_NB)\n"
+    "lock = __import__('struct').pack('hhqqi4x', fcntl.F_WRLCK, 0, 0, 0, 0)\n"
+    "for command in (5, 36, 37): attempt(command, fcntl.fcntl, interpreter(), command, lock)",
+    "stalls_the_disk_and_the_cache": "refused('sync', 162)\nattempt('fsync', os.fsync, interpreter())\n"
+    "attempt('fadvise', os.posix_fadvise, interpreter(), 0, 0, os.POSIX_FADV_DONTNEED)\n"
+    "refused('readahead', 187, interpreter(), 0, 0)\nrefused('cachestat', 451, interpreter(), None, None, 0)",
+    "asks_about_the_host": "attempt('link', os.readlink, f'/proc/{PARENT}/exe')\nattempt('space', os.statvfs, '/')\n"
+    "attempt('session', os.getsid, PARENT)\nattempt('affinity', os.sched_getaffinity, PARENT)",
+    "makes_every_other_call": "for number in UNLISTED: refused('call', number, -1, -1, -1, -1, -1, -1)",
     "changes_its_namespaces": "for name in ('mnt', 'net', 'pid', 'user'):\n"
     "    attempt(name, lambda: 1 / (libc.setns(os.open(f'/proc/{PARENT}/ns/{name}', 0), 0) == 0))\n"
     "attempt('pidfd', lambda: 1 / (libc.setns(os.pidfd_open(PARENT), 0x20000) == 0))",

@@ -22,6 +22,7 @@ from covey.config.validate_rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
+from covey.llm.rewards import code_judge
 from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_program
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
@@ -63,6 +64,14 @@ DOUBLE = CallTests("solve", [CallCase([n], 2 * n) for n in (3, -1, 0)])
 )
 def test_the_last_fenced_block_is_the_program(text: str, program: str) -> None:
     assert extract_program(text) == program
+
+
+def test_a_line_of_fence_characters_is_searched_in_linear_time() -> None:
+    began = time.process_time()
+    for character in "~`":
+        line = character * 200_000 + ("`" if character == "~" else " `")
+        assert extract_program(line) == line
+    assert time.process_time() - began < 5
 
 
 # ---- the forms of tests ----
@@ -141,7 +150,14 @@ def test_a_value_crosses_as_itself(value: object) -> None:
         ([], {}, False), ({"a": 1}, {"a": 1}, True), ({"a": 1}, {"a": 2}, False), ({"a": 1}, {"b": 1}, False),
         ({"1": 2}, {1: 2}, True), ({"a": 1}, {"a": 1, "b": 1}, False), ({1}, {1}, True), ({1}, {2}, False),
         ({1, 2}, [1, 2], False), (b"a", b"a", True), (b"a", "a", False), (10**30, 10**30, True),
-        (10**30, 10**30 + 1, False), ("a", "a", True), ("a", "A", False), ([[1.0]], [[1]], True),
+        (10**30, 10**30 + 1, False), (0, 1e-10, False), (7, 7 + 1e-9, False), (10**16 + 1, 1e16, False),
+        (0, 1e-10j, False), (0.0, 1e-10, True), ({"a": [3]}, {"a": [3 + 1e-9]}, False), ({1}, {1.0}, True),
+        ({0.5}, {0.5}, True), ({1}, {True}, False), ({0: 1}, {0.0: 1}, True), ({0: 1}, {1e-10: 1}, False),
+        ({"1": 2, 1: 3}, {1: 3, "1": 2}, True), ({(1, 2): 3}, {(1, 2): 3}, True), ({(1, 2): 3}, {(2, 1): 3}, False),
+        ({("a", "b"): 3}, {("a,'b'",): 3}, False), ({frozenset({1, 2})}, {frozenset({2, 1})}, True),
+        ({frozenset({1, 2})}, {frozenset({2, 3})}, False), ({1 + 2j}, {1 + 2j}, True), ({1 + 2j}, {1 - 2j}, False),
+        ({b"a"}, {"a"}, False), ({"a", None}, {None, "a"}, True), ({"None"}, {None}, False), ({-1}, {-1.0}, True),
+        ({10**30: 1}, {10**30: 1}, True), ("a", "a", True), ("a", "A", False), ([[1.0]], [[1]], True),
     ],
 )  # fmt: skip
 def test_what_counts_as_the_expected_value(expected: object, result: object, same: bool) -> None:
@@ -171,10 +187,15 @@ def test_a_value_nested_too_deeply_is_refused() -> None:
 
 
 def test_a_result_with_colliding_keys_is_not_built_in_this_process() -> None:
-    keys = [["int", hex(number * (2**61 - 1))] for number in range(200_000)]
+    keys = [["int", hex(number * (2**61 - 1))] for number in range(20_000)]
     began = time.process_time()
     assert not matches({"a": 1}, ["dict", *([key, 1] for key in keys)])
     assert not matches({1}, ["set", *keys])
+    assert not matches({frozenset({1}): 1}, ["dict", [["frozenset", *keys], 1]])
+    assert not matches({frozenset({1})}, ["set", ["frozenset", *keys]])
+    assert not matches({(1,): 1}, ["dict", [["tuple", ["dict", *([key, 1] for key in keys)]], 1]])
+    assert not matches(dict.fromkeys(range(20_000)), ["dict", *([key, None] for key in keys)])
+    assert not matches(set(range(20_000)), ["set", *keys])
     assert time.process_time() - began < 5
 
 
@@ -210,6 +231,19 @@ def test_no_case_is_run_after_one_that_took_too_long() -> None:
     program = "import time\ndef solve(x):\n    if x == -1: time.sleep(100)\n    return 2 * x"
     verdict = Judge(any_backend(), replace(LIMITS, seconds=2.0)).judge(program, DOUBLE)
     assert (verdict.passed, verdict.total, verdict.text) == (1, 3, "case 2: took longer than 2 s")
+
+
+@pytest.mark.parametrize("form", ["calls", "stdin"])
+def test_all_cases_together_have_the_time_of_ten(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case may take the limit, so a program that sleeps in each would take cases x limit."""
+    monkeypatch.setattr(code_judge, "MOST_CASES", 0.05)
+    sleep = "import time\ndef solve(x):\n    time.sleep(0.2)\n    return x\n"
+    tests: Tests = CallTests("solve", [CallCase([n], n) for n in range(10)])
+    if form == "stdin":
+        sleep, tests = f"{sleep}print(solve(input()))", StdinTests([StdinCase(str(n), str(n)) for n in range(10)])
+    verdict = Judge(any_backend(), LIMITS).judge(sleep, tests)
+    assert verdict.passed < 10
+    assert verdict.text.endswith(": all cases took longer than 1 s")
 
 
 def test_stdin_cases_run_the_whole_program_each_time() -> None:
@@ -272,6 +306,49 @@ def test_assert_statements_call_the_program() -> None:
     assert judge.judge("def add(a, b): return a + b", tests).is_right
     assert not judge.judge("def add(a, b): return 3", tests).is_right
     assert not judge.judge("def sub(a, b): return a", tests).is_right
+
+
+ENCODE = "def encode(x): return x[::-1]\n"
+DECODE = "def decode(x): return x[::-1]"
+# Tests of `decode`, whose prefix or program has `encode`.
+AT_MODULE_LEVEL = {
+    "assert": "assert decode('ba') == 'ab'\ndef check(candidate): pass",
+    "call": "found = decode('ba')\ndef check(candidate): assert found == 'ab'",
+    "check": "def check(candidate): assert candidate('ba') == 'ab'\ncheck(decode)",
+    "passed back": "assert decode(encode('ab')) == 'ab'\ndef check(candidate): assert candidate(encode('x')) == 'x'",
+    "loop": "for text in ('a', 'ab'):\n    assert decode(encode(text)) == text\ndef check(candidate): pass",
+    "not called by name": "def check(candidate): assert list(map(candidate, map(encode, ['ab']))) == ['ab']",
+}
+
+
+@pytest.mark.parametrize("source", AT_MODULE_LEVEL.values(), ids=AT_MODULE_LEVEL)
+def test_tests_at_module_level_are_judged(source: str) -> None:
+    judge = Judge(any_backend(), LIMITS)
+    tests = read_tests(source, "decode")
+    assert judge.judge(DECODE, tests, ENCODE).is_right
+    assert judge.judge(ENCODE + DECODE, tests).is_right
+    for wrong in ("def decode(x): return None", "def decode(x): return iter(x)"):
+        assert not judge.judge(wrong, tests, ENCODE).is_right
+
+
+def test_tests_that_ask_forever_end_at_the_limit() -> None:
+    tests = read_tests("def check(candidate):\n    while candidate(1) != 2: pass", "f")
+    verdict = Judge(any_backend(), replace(LIMITS, seconds=1.0)).judge("def f(x): return x", tests)
+    assert (verdict.is_right, verdict.text) == (False, "took longer than 1 s")
+
+
+def test_assert_statements_pass_a_result_back() -> None:
+    judge = Judge(any_backend(), LIMITS)
+    for entry_point in (None, "decode"):
+        tests = read_tests(["assert decode(encode('ab')) == 'ab'"], entry_point)
+        assert judge.judge(ENCODE + DECODE, tests).is_right
+        assert not judge.judge(f"{ENCODE}def decode(x): return x", tests).is_right
+
+
+def test_a_function_of_the_prefix_that_tests_use_is_not_the_programs() -> None:
+    tests = read_tests("def check(candidate): assert encode(candidate('ba')) == 'ba'", "decode")
+    forged = "def encode(x): return 'ba'\ndef decode(x): return ''"
+    assert not Judge(any_backend(), LIMITS).judge(forged, tests, ENCODE).is_right
 
 
 @pytest.mark.parametrize(
@@ -459,22 +536,20 @@ def test_a_sandbox_that_leaks_is_not_used() -> None:
 # The four leaks of a naive command line: environment, processes of root, user namespaces, ptrace.
 @pytest.mark.parametrize(
     ("removed", "leak"),
-    [("--unshare-net", "opened a connection"), ("--seccomp", "traced a process|made a user namespace")],
+    [("--unshare-net", "opened a connection"), (None, "traced a process|made a user namespace")],
 )
-def test_the_probe_notices_a_missing_argument(removed: str, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_notices_what_is_missing(removed: str | None, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = backend("bubblewrap")
     assert isinstance(sandbox, Bubblewrap)
     start = subprocess.Popen
 
     def without(command: list[str], **options: object) -> object:
         if removed in command:
-            place = command.index(removed)
-            del command[place : place + (2 if removed == "--seccomp" else 1)]
+            command.remove(removed)
         return start(command, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(bubblewrap.subprocess, "Popen", without)
-    if removed == "--unshare-net":
-        monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"\x06\x00\x00\x00\x00\x00\xff\x7f")  # allow all
+    monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"")
     with pytest.raises(SandboxFailure, match=leak):
         check_isolation(Bubblewrap(sandbox.base[0], disable_userns=False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import secrets
 import socket
 import time
@@ -17,10 +18,22 @@ from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.pipes import ProgramFault
+from covey.llm.rewards.sandbox.seccomp import ALLOWED, CHECKED
 from covey.llm.rewards.sandbox.session import Sandbox, Session
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left
 
+# Numbers of the calls that the filter knows, clone, clone3, and uretprobe and uprobe, which the kernel hides from it.
+_ARM = platform.machine() == "aarch64"
+_KNOWN = [
+    *ALLOWED.values(),
+    *(numbers for numbers, _ in CHECKED.values()),
+    (56, 220),
+    (435, 435),
+    (335, None),
+    (336, None),
+]
+UNLISTED = sorted({*range(600)} - {numbers[_ARM] for numbers in _KNOWN})
 LIMITS = Limits(seconds=20.0, cpu_seconds=20)
 SHORT = Limits(seconds=1.0, cpu_seconds=3, memory_mb=128)
 SECRET = 7_481_052_963_318_204
@@ -80,7 +93,7 @@ def test_a_program_reaches_nothing_outside(
         abstract.bind(f"\0{unix.name}")
         abstract.listen()
         places = f"CANARY, UNIX, ABSTRACT = {str(canary)!r}, {str(unix)!r}, {abstract.getsockname()!r}"
-        numbers = f"PORT, PARENT, SEGMENT = {server.getsockname()[1]}, {os.getpid()}, {segment}"
+        numbers = f"PORT, PARENT, SEGMENT, UNLISTED = {(server.getsockname()[1], os.getpid(), segment, UNLISTED)}"
         try:
             printed = session.run_script(f"{TRY}\n{places}\n{numbers}\n{ESCAPES[name]}\nprint('done')", b"", 1 << 20)
             assert b"done" in printed

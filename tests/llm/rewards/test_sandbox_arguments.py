@@ -19,21 +19,41 @@ from covey.llm.rewards.sandbox.session import SandboxFailure
 BWRAP = "/usr/bin/bwrap"
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CLONE = {"x86_64": 56, "aarch64": 220}
 # Numbers of the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h).
 REFUSED = {
     "x86_64": {"ptrace": 101, "unshare": 272, "mount": 165, "socket": 41, "memfd_create": 319, "io_uring_setup": 425,
-               "bpf": 321, "keyctl": 250, "shmget": 29, "userfaultfd": 323},
+               "bpf": 321, "keyctl": 250, "shmget": 29, "userfaultfd": 323, "flock": 73, "inotify_init1": 294,
+               "file_setattr": 469, "sendmsg": 46, "fchmod": 91, "sync": 162, "fadvise64": 221, "connect": 42,
+               "prctl": 157, "of the x32 ABI": 0x40000000, "of a later kernel": 600},
     "aarch64": {"ptrace": 117, "unshare": 97, "mount": 40, "socket": 198, "memfd_create": 279, "io_uring_setup": 425,
-                "bpf": 280, "keyctl": 219, "shmget": 194, "userfaultfd": 282},
+                "bpf": 280, "keyctl": 219, "shmget": 194, "userfaultfd": 282, "flock": 32, "inotify_init1": 26,
+                "file_setattr": 469, "sendmsg": 211, "fchmod": 52, "sync": 81, "fadvise64": 223, "connect": 203,
+                "prctl": 167, "of a later kernel": 600},
 }  # fmt: skip
 NEEDED = {"x86_64": (0, 1, 9, 57, 60, 231), "aarch64": (63, 64, 222, 93, 94)}  # read, write, mmap, (fork,) exit
+NULL, POINTER = 0, 0x7FFF_0000_0000  # the lower half of this pointer is 0
+# call: numbers of both architectures, and arguments with which it is allowed or refused
+WITH_ARGUMENTS = {
+    "fcntl": ((72, 25), [(3, 0), (3, 1), (3, 2), (3, 3), (3, 4), (3, 1030), (3, 2 ** 32 + 3)],
+              [(3, 1024), (3, 1026), (3, 6), (3, 37), (3, 5), (3, 8), (3, 10), (3, 1031), (3, 1033)]),
+    "ioctl": ((16, 29), [(3, 0x5401), (3, 0x541B)],
+              [(3, 0x40086602), (3, 0x80086601), (3, 0x5412), (3, 0x401C5820), (3, 0x8008_6601_0000_5402)]),
+    "socketpair": ((53, 199), [(1, 1)], [(2, 1), (16, 3)]),
+    "sendto": ((44, 206), [(3, POINTER, 1, 0, NULL)], [(3, 1, 1, 0x20000000, POINTER), (3, 1, 1, 0, POINTER + 64)]),
+    "prlimit64": ((302, 261), [(0, 7, NULL)], [(9, 7, NULL), (0, 7, POINTER), (0, 7, POINTER + 64)]),
+    "madvise": ((28, 233), [(POINTER, 4096, 4)], [(POINTER, 4096, 20), (POINTER, 4096, 21), (POINTER, 4096, 9)]),
+    "sched_getaffinity": ((204, 123), [(0,)], [(9,)]),
+    # as fork, threads and posix_spawn call it; each new namespace, and a sibling
+    "clone": ((56, 220), [(0x01200011,), (0x003D0F00,), (0x00004111,)],
+              [(0x20000,), (0x2000000,), (0x4000000,), (0x8000000,), (0x10000000,), (0x20000000,), (0x40000000,),
+               (0x80,), (0x8011,)]),
+}  # fmt: skip
 
 
-def decide(program: bytes, number: int, architecture: int, first_argument: int = 0) -> int:
+def decide(program: bytes, number: int, architecture: int, *arguments: int) -> int:
     """Run a classic BPF program as seccomp does; returns its verdict."""
     lines = [struct.unpack_from("<HBBI", program, place) for place in range(0, len(program), 8)]
-    data = struct.pack("<iIQQ", number, architecture, 0, first_argument)
+    data = struct.pack("<iIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     place = accumulator = 0
     while True:
         code, yes, no, operand = lines[place]
@@ -55,14 +75,22 @@ def test_the_filter_refuses_calls_around_the_limits_and_allows_what_python_needs
     for number in NEEDED[machine]:
         assert decide(program, number, architecture) == ALLOW
     assert decide(program, 435, architecture) == ENOSYS  # clone3
-    assert decide(program, CLONE[machine], architecture, first_argument=0x01200011) == ALLOW  # as fork calls it
-    for namespace in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
-        assert decide(program, CLONE[machine], architecture, first_argument=namespace) == EPERM
+
+
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_the_filter_looks_at_the_arguments_of_a_call(machine: str, name: str) -> None:
+    program, architecture = seccomp.bpf_filter(machine), ARCHITECTURES[machine]
+    numbers, allowed, refused = WITH_ARGUMENTS[name]
+    number = numbers[machine == "aarch64"]
+    for arguments in allowed:
+        assert decide(program, number, architecture, *arguments) == ALLOW, arguments
+    for arguments in refused:
+        assert decide(program, number, architecture, *arguments) == EPERM, arguments
 
 
 def test_the_filter_ends_a_program_of_another_architecture() -> None:
     assert decide(seccomp.bpf_filter("x86_64"), 0, ARCHITECTURES["aarch64"]) == KILL
-    assert decide(seccomp.bpf_filter("x86_64"), 0x40000000 + 41, ARCHITECTURES["x86_64"]) == KILL  # the x32 ABI
     with pytest.raises(NotImplementedError, match="riscv64"):
         seccomp.bpf_filter("riscv64")
 
@@ -95,7 +123,8 @@ def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_wri
     command = started["command"]
     options = command[: command.index("--")]
     assert {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--clearenv", "--new-session",
-            "--die-with-parent", "--seccomp"} <= set(options)  # fmt: skip
+            "--die-with-parent"} <= set(options)  # fmt: skip
+    assert seccomp.bpf_filter().hex() in command[-1]  # the harness passes it on to the kernel
     assert options[options.index("--cap-drop") + 1] == "ALL"
     assert ("--disable-userns" in options and "--unshare-user" in options) is not as_root
     last_mount = max(place for place, word in enumerate(options) if word in ("--ro-bind", "--tmpfs", "--dir"))

@@ -21,7 +21,7 @@ from covey.llm.rewards.sandbox.harness import NotPlain
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.session import SandboxFailure
 
-_FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})[^\n`]*$", re.MULTILINE)
+_FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}+|~{3,}+)[^\n`]*$", re.MULTILINE)
 TESTS_COLUMN = "tests"
 
 

@@ -8,8 +8,9 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -23,7 +24,7 @@ from covey.llm.rewards.sandbox.pipes import ProgramFault, TimeLimit
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
 
 Source = dict[str, str]  # "prefix" and "source", the text of the program
-MOST_CALLS = 10_000  # of the program under test by one test program
+MOST_CASES = 10  # that may take as long as the limit: all cases of a program together have the time of so many
 SPARE_CPU_SECONDS = 2  # for the start of the interpreter, and for the second between the two limits
 
 
@@ -70,9 +71,13 @@ class Judge:
         source = {"prefix": prefix, "source": program}
         if isinstance(tests, CheckTests):
             return self._judge_check(source, tests)
-        run = self._stdin_runner(source, tests) if isinstance(tests, StdinTests) else _Calls(self, source, tests)
-        passed, fault = 0, ""
-        total = len(tests.cases)
+        passed, fault, total = 0, "", len(tests.cases)
+        budget = _Budget(self.limits.seconds, total)
+        run = (
+            self._stdin_runner(source, tests, budget)
+            if isinstance(tests, StdinTests)
+            else _Calls(self, source, tests, budget)
+        )
         try:
             for number in range(total):
                 try:
@@ -80,6 +85,7 @@ class Judge:
                 except ProgramFault as error:
                     wrong = str(error)
                     if isinstance(error, TimeLimit):
+                        wrong = wrong if budget.left > 0 else f"all cases took longer than {budget.total:g} s"
                         return Verdict(passed, total, fault or f"case {number + 1}: {wrong}")
                 passed += not wrong
                 fault = fault or (wrong and f"case {number + 1}: {wrong}")
@@ -90,16 +96,15 @@ class Judge:
                 run.close()
         return Verdict(passed, total, fault or "passed")
 
-    def _stdin_runner(self, source: Source, tests: StdinTests) -> Callable[[int], str]:
+    def _stdin_runner(self, source: Source, tests: StdinTests, budget: _Budget) -> Callable[[int], str]:
         limits = replace(self.limits, cpu_seconds=ceil(self.limits.seconds) + SPARE_CPU_SECONDS)
 
         def run(number: int) -> str:
             case = tests.cases[number]
             most = limits.output_bytes + 4 * len(case.output)
-            with Session(self.sandbox, limits) as session:
-                printed = session.run_script(
-                    source["source"], case.input.encode("utf-8", "replace"), most, source["prefix"]
-                )
+            given = case.input.encode("utf-8", "replace")
+            with Session(self.sandbox, limits) as session, budget.case() as seconds:
+                printed = session.run_script(source["source"], given, most, source["prefix"], seconds)
             return "" if same_output(case.output, printed) else "wrong output"
 
         return run
@@ -121,6 +126,7 @@ class Judge:
                     "prefix": source["prefix"],
                     "source": tests.source,
                     "functions": list(tests.functions),
+                    "others": list(tests.others),
                     "entry_point": tests.entry_point,
                 }
             )
@@ -129,7 +135,7 @@ class Judge:
     def _answer_calls(self, program: Session, checker: Session, left: _Countdown) -> Verdict:
         """Pass calls of the test program on to the program under test, until the test program has its verdict."""
         fault = ""
-        for _ in range(MOST_CALLS):
+        while True:
             try:
                 message = checker.receive(left())
             except TimeLimit:
@@ -149,28 +155,49 @@ class Judge:
             kind, text = error_of(reply)
             fault = fault or (f"{kind}: {text}" if kind else "")
             checker.send({"error": [kind, text]} if kind else {"value": reply.get("value")})
-        raise SandboxFailure(f"the tests call the program more than {MOST_CALLS:,} times")
+
+
+class _Budget:
+    """Wall time that a program may use: that of a case, and of all its cases together."""
+
+    def __init__(self, seconds: float, cases: int) -> None:
+        self.seconds = seconds
+        self.left = self.total = seconds * min(cases, MOST_CASES)
+
+    @contextlib.contextmanager
+    def case(self) -> Iterator[float]:
+        """The seconds for the program's next work, whose time is counted."""
+        began = time.monotonic()
+        try:
+            yield min(self.seconds, self.left)
+        finally:
+            self.left -= time.monotonic() - began
 
 
 class _Countdown:
-    """Seconds that are left until a deadline, above 0."""
+    """Seconds that are left until a deadline.
+
+    Raises:
+        TimeLimit: after it, also if the next reply is there already.
+    """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
 
     def __call__(self) -> float:
-        return max(self.deadline - time.monotonic(), 1e-3)
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeLimit("took longer than its time")
+        return left
 
 
 class _Calls:
     """Calls one function of a program, in a process that is started again after it ended."""
 
-    def __init__(self, judge: Judge, source: Source, tests: CallTests) -> None:
-        seconds = judge.limits.seconds
-        self.limits = replace(
-            judge.limits, cpu_seconds=ceil(seconds * len(tests.cases)) + SPARE_CPU_SECONDS
-        )  # of all cases, because they share a process
-        self.sandbox, self.source, self.tests = judge.sandbox, source, tests
+    def __init__(self, judge: Judge, source: Source, tests: CallTests, budget: _Budget) -> None:
+        # of all cases, because they share a process
+        self.limits = replace(judge.limits, cpu_seconds=ceil(budget.total) + SPARE_CPU_SECONDS)
+        self.sandbox, self.source, self.tests, self.budget = judge.sandbox, source, tests, budget
         self._session: Session | None = None
 
     def __call__(self, number: int) -> str:
@@ -180,9 +207,11 @@ class _Calls:
         try:
             if self._session is None:
                 self._session = Session(self.sandbox, self.limits)
-                load(self._session, self.source, self.limits.seconds)
-            self._session.send(call)
-            reply = self._session.receive(self.limits.seconds)
+                with self.budget.case() as seconds:
+                    load(self._session, self.source, seconds)
+            with self.budget.case() as seconds:
+                self._session.send(call)
+                reply = self._session.receive(seconds)
         except ProgramFault:
             self.close()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import symtable
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ class CheckTests:
     source: str
     entry_point: str
     functions: tuple[str, ...]  # names that refer to the program under test
+    others: tuple[str, ...] = ()  # names that do so unless the prefix defines them
 
 
 Tests = StdinTests | CallTests | CheckTests
@@ -75,14 +77,14 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
     if isinstance(value, str):
         if not entry_point:
             raise ValueError("the tests call check(candidate), so the data needs a column 'entry_point'")
-        return CheckTests(value, entry_point, (entry_point,))
+        return CheckTests(value, entry_point, (entry_point,), _names(value, entry_point)[1])
     if isinstance(value, Mapping):
         value, entry_point = _rows_of(value), value.get("fn_name") or entry_point
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"the tests are {str(value)!r:.60}: give {FORMS}")
     if all(isinstance(case, str) for case in value):
         source = "\n".join(value)
-        return CheckTests(source, "", (entry_point,) if entry_point else _called(source))
+        return CheckTests(source, "", *_names(source, entry_point))
     if not all(isinstance(case, Mapping) for case in value):
         raise ValueError(f"the tests hold {str(value[0])!r:.60}: give {FORMS}")
     if any("args" in case for case in value):
@@ -147,23 +149,27 @@ def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _called(source: str) -> tuple[str, ...]:
-    """Functions that assert statements call and that are neither built in nor defined by them."""
+def _names(source: str, entry_point: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names that tests use and do not define: those of the program, and those of it or of its prefix.
+
+    The first are the function under test or, if the data does not name it, all that the tests call.
+    """
     try:
-        tree = ast.parse(source)
+        tree, tables = ast.parse(source), [symtable.symtable(source, "tests", "exec")]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are no Python ({error})") from None
-    called, own = [], set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            called.append(node.func.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            own |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-    found = tuple(dict.fromkeys(name for name in called if name not in own))
-    if not found:
+    used: dict[str, None] = {}
+    own = set(dir(builtins))
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                used[symbol.get_name()] = None
+            if symbol.is_global() and (symbol.is_assigned() or symbol.is_imported()):
+                own.add(symbol.get_name())
+    outside = [name for name in used if name not in own]
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    functions = (entry_point,) if entry_point else tuple(name for name in outside if name in calls)
+    if not functions and not outside:
         raise ValueError("the tests call no function of the program")
-    return found
+    return functions, tuple(name for name in outside if name not in functions)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from covey.llm.rewards.sandbox.harness import NotPlain, decode
+from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9  # of floating-point results
 
@@ -14,12 +14,12 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9  # of floating-point results
 def matches(expected: Any, item: Any) -> bool:
     """True if an encoded result (`harness.encode`) is the expected value.
 
-    Numbers are equal as in Python, floats within a relative error of 1e-6; NaN equals only an expected NaN. A list
-    equals a tuple with the same items, and an integer as a key its text, because JSON has neither tuples nor such keys.
-    Texts, booleans and None need the same type.
+    Numbers are equal as in Python, and where a float is expected within a relative error of 1e-6; NaN equals only an
+    expected NaN. A list equals a tuple with the same items, and an integer as a key its text, because JSON has neither
+    tuples nor such keys. Texts, booleans and None need the same type.
 
-    The result comes from an untrusted program. It is compared piece by piece and never becomes a larger dict or set
-    than the expected one, because one with chosen keys may take a time that is quadratic in its size.
+    The result comes from an untrusted program, and it never becomes a dict or a set: hashing chosen integers takes a
+    time that is quadratic in their number. Keys and the items of sets are compared by a text (`_text`).
     """
     try:
         return _matches(expected, item)
@@ -38,7 +38,7 @@ def _matches(expected: Any, item: Any) -> bool:
     if isinstance(expected, dict):
         return tag == "dict" and _same_dict(expected, parts)
     if isinstance(expected, (set, frozenset)):
-        return tag in ("set", "frozenset") and len(parts) == len(expected) and decode(item) == expected
+        return tag in ("set", "frozenset") and len(parts) == len(expected) and _text(encode(expected)) == _text(item)
     return isinstance(expected, bytes) and tag == "bytes" and bool(decode(item) == expected)
 
 
@@ -46,9 +46,7 @@ def _same_number(expected: complex, item: Any, tag: Any) -> bool:
     if type(item) is not int and tag not in ("int", "float", "complex"):
         return False
     number = decode(item)
-    if isinstance(expected, int) and isinstance(number, int):
-        return bool(number == expected)
-    if isinstance(expected, complex) or isinstance(number, complex):
+    if not isinstance(expected, float) or isinstance(number, complex):
         return bool(number == expected)
     if math.isnan(expected) or math.isnan(number):
         return math.isnan(expected) and math.isnan(number)
@@ -56,23 +54,36 @@ def _same_number(expected: complex, item: Any, tag: Any) -> bool:
 
 
 def _same_dict(expected: dict[Any, Any], pairs: Sequence[Any]) -> bool:
-    if len(pairs) != len(expected):
+    if len(pairs) != len(expected) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         return False
-    found = set()
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            return False
-        key = decode(pair[0])
-        try:
-            if type(key) is int and key not in expected:
-                key = str(key)
-            known = key in expected
-        except TypeError:  # a key that cannot be one
-            return False
-        if not known or key in found or not _matches(expected[key], pair[1]):
-            return False
-        found.add(key)
-    return True
+    wanted = {_text(encode(key)): value for key, value in expected.items()}
+    found = {}
+    for key, value in pairs:
+        name = _text(key)
+        found[name if name in wanted or type(key) is not int else _text(str(key))] = value
+    return wanted.keys() == found.keys() and all(_matches(value, found[name]) for name, value in wanted.items())
+
+
+def _text(item: Any, depth: int = 0) -> str:
+    """A text that two encoded values share if, and only if, they are equal.
+
+    Raises:
+        NotPlain: for a value that can be neither a key nor in a set, or that `encode` does not write.
+    """
+    if depth > DEEPEST:
+        raise NotPlain("nested too deeply")
+    if isinstance(item, list) and item and item[0] in ("list", "tuple", "set", "frozenset"):
+        parts = [_text(part, depth + 1) for part in item[1:]]
+        is_set = item[0] in ("set", "frozenset")
+        return f"{'set' if is_set else 'list'}({','.join(sorted(set(parts)) if is_set else parts)})"
+    if isinstance(item, list) and (not item or item[0] not in ("int", "float", "complex", "bytes")):
+        raise NotPlain("neither a key nor in a set")
+    value = decode(item)
+    if isinstance(value, complex):
+        return _text(["float", value.real.hex()]) if not value.imag else f"{value.real.hex()}+{value.imag.hex()}j"
+    if isinstance(value, float):
+        return hex(int(value)) if value.is_integer() else value.hex()
+    return hex(value) if type(value) is int else ascii(value)
 
 
 def same_output(expected: str, printed: bytes) -> bool:

@@ -32,7 +32,7 @@ def try_backend(name: str) -> Sandbox:
             sandbox = make()
             check_isolation(sandbox)
             return sandbox
-        except (SandboxFailure, InterpreterError, OSError) as error:
+        except (SandboxFailure, InterpreterError, NotImplementedError, OSError) as error:
             reasons.append(f"{variant}: {one_printable_line(str(error))}")
     raise SandboxFailure("; ".join(reasons))
 

@@ -1,4 +1,4 @@
-"""The backend bubblewrap: namespaces, an empty root with the interpreter alone, a seccomp filter.
+"""The backend bubblewrap: namespaces, an empty root with the interpreter alone; the harness adds a seccomp filter.
 
 The arguments of `bwrap` are the security model, so each has its reason here:
 
@@ -6,8 +6,7 @@ The arguments of `bwrap` are the security model, so each has its reason here:
     no --proc, no --dev, no --tmpfs            no /proc/1/environ, no device, nothing that can be written to
     --remount-ro /                             the root is a tmpfs, which would be writable without a size limit
     env={} of bwrap itself                     its init is process 1 inside; --clearenv alone leaves it the environment
-    --seccomp                                  see `seccomp.py`: among others ptrace and nested user namespaces
-    --disable-userns                           the same for user namespaces in the kernel's own way, where it works
+    --disable-userns                           no nested user namespaces, which `seccomp.py` refuses too
     --die-with-parent                          the sandbox ends with this process, also if it is killed
     --new-session                              no terminal
 
@@ -86,14 +85,12 @@ class Bubblewrap:
             disable_userns: pass --disable-userns, which bwrap has since 0.8 and some containers do not allow.
 
         Raises:
-            SandboxFailure: if this user cannot run the program, or the architecture is not known.
+            SandboxFailure: if this user cannot run the program.
+            NotImplementedError: for an architecture that `seccomp.py` does not know.
         """
         if not os.access(program, os.X_OK):
             raise SandboxFailure("this user may not run it")
-        try:
-            self._filter = bpf_filter()
-        except NotImplementedError as error:
-            raise SandboxFailure(str(error)) from None
+        self._filter = bpf_filter()
         self.interpreter = find_interpreter()
         self.as_root = os.geteuid() == 0
         self.base = [program, *_isolation(self.as_root, disable_userns), *_files(self.interpreter)]
@@ -102,15 +99,10 @@ class Bubblewrap:
         uid = FIRST_UID + next(_UIDS_TAKEN) % UIDS if self.as_root else None
         # The sandbox's first process counts as one of the user's, unless it is root's.
         processes = limits.processes + (0 if self.as_root else 1)
-        harness = harness_command(self.interpreter, limits, uid=uid, processes=processes)
-        filter_read = _pipe_with(self._filter)
+        harness = harness_command(self.interpreter, limits, uid=uid, processes=processes, system_calls=self._filter)
+        info_read, info_write = os.pipe()
         try:
-            info_read, info_write = os.pipe()
-        except OSError:
-            os.close(filter_read)
-            raise
-        try:
-            command = [*self.base, "--seccomp", str(filter_read), "--info-fd", str(info_write), "--", *harness]
+            command = [*self.base, "--info-fd", str(info_write), "--", *harness]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -118,14 +110,13 @@ class Bubblewrap:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env={},
-                pass_fds=(filter_read, info_write),
+                pass_fds=(info_write,),
                 start_new_session=True,
             )
         except OSError as error:
             os.close(info_read)
             raise SandboxFailure(f"it cannot be started: {error}") from None
         finally:
-            os.close(filter_read)
             os.close(info_write)
         return LaunchedBubblewrap(process, _first_process(info_read, limits.start_seconds))
 
@@ -189,14 +180,6 @@ class LaunchedBubblewrap:
         finally:
             if first is not None:
                 os.close(first)
-
-
-def _pipe_with(content: bytes) -> int:
-    """The read end of a pipe with this content, which is smaller than a pipe's buffer."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, content)
-    os.close(write_end)
-    return read_end
 
 
 def _first_process(info: int, seconds: float) -> int | None:

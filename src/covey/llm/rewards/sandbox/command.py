@@ -64,7 +64,12 @@ def resource_limits(limits: Limits) -> dict[str, int]:
 
 
 def harness_command(
-    interpreter: Interpreter, limits: Limits | None, *, uid: int | None = None, processes: int | None
+    interpreter: Interpreter,
+    limits: Limits | None,
+    *,
+    uid: int | None = None,
+    processes: int | None,
+    system_calls: bytes = b"",
 ) -> list[str]:
     """The command that runs the harness; starts the watchdog too.
 
@@ -72,9 +77,11 @@ def harness_command(
         limits: that the harness sets; None: the backend does.
         uid: user and group id to which the harness changes; None: it keeps its own.
         processes: RLIMIT_NPROC; None: it stays as it is, where it would count all processes of the user.
+        system_calls: the filter of them (`seccomp.bpf_filter`); empty: none.
     """
     start_watchdog()
     numbers = {} if limits is None else resource_limits(limits) | {"RLIMIT_AS": limits.memory_mb << 20}
     if processes is not None:
         numbers["RLIMIT_NPROC"] = processes
-    return interpreter.arguments(harness_source(), json.dumps({"mark": MARK, "uid": uid, "limits": numbers}))
+    settings = {"mark": MARK, "uid": uid, "limits": numbers, "system_calls": system_calls.hex()}
+    return interpreter.arguments(harness_source(), json.dumps(settings))

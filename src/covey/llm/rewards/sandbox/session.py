@@ -129,12 +129,15 @@ class Session:
             raise ProgramFault(f"returned more than {most >> 10} KiB, or something that is no reply")
         return 4 + length if len(received) >= 4 + length else None
 
-    def run_script(self, source: str, stdin: bytes, most_output: int, prefix: str = "") -> bytes:
+    def run_script(
+        self, source: str, stdin: bytes, most_output: int, prefix: str = "", seconds: float | None = None
+    ) -> bytes:
         """Run a program to its end; returns its stdout.
 
         Args:
             most_output: bytes of stdout after which the program is ended.
             prefix: source text before the program.
+            seconds: wall time after which it is ended; None: that of the limits.
 
         Raises:
             ProgramFault: if it broke a limit, or its exit code is not 0.
@@ -142,7 +145,7 @@ class Session:
         pipes = self.pipes
         pipes.most_output = most_output
         self.send({"mode": "script", "prefix": prefix, "source": source}, rest=stdin)
-        pipes.pump(self.limits.seconds, lambda: pipes.has_ended)
+        pipes.pump(self.limits.seconds if seconds is None else seconds, lambda: pipes.has_ended)
         if pipes.process.wait() != 0:
             raise ProgramFault(pipes.description_of_end())
         return bytes(pipes.received)
