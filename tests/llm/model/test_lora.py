@@ -370,7 +370,7 @@ def test_the_first_matrices_follow_from_the_seed() -> None:
     [
         (
             ("q_prj",),
-            "'q_prj' is no linear layer of LlamaForCausalLM that an adapter can be added to: choose among down_proj",
+            "'q_prj' is no linear layer of LlamaForCausalLM that an adapter can be added to: choose among d",
         ),
         (("lm_head",), "'lm_head' is no linear layer"),
         (("q_proj", "embed_tokens"), "'embed_tokens' is no linear layer"),
