@@ -118,7 +118,9 @@ class IsolatedVectorEnv(VectorEnv):
         """
         for slot, observed in enumerate(self._observed):
             found = self._ask("replay", slot, self._seeds[slot], self._actions[slot])
-            flat, known = (gym.spaces.flatten(self.single_observation_space, one) for one in (found, observed))
+            flat, known = (
+                np.asarray(gym.spaces.flatten(self.single_observation_space, one)) for one in (found, observed)
+            )
             if not np.array_equal(flat, known):
                 raise ProcessFault(
                     f"{fault}, and its episodes cannot be played again, because they do not depend on reset(seed) and "
@@ -219,6 +221,7 @@ def _answer_calls(
     make: Callable[[], ManualResetVectorEnv], name: str, place: NDArray[np.int64], pipe: Connection
 ) -> None:
     vector: Any = None
+    result: Any
     call = ""
     while call != "close":
         call, arguments = pipe.recv()

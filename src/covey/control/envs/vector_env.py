@@ -283,7 +283,7 @@ def _probe(environments: Environments, steps: int) -> tuple[int, bool, bool, str
         actions[1] = actions[0]
         step = environments.step(actions)
         made += 1
-        results = (step.observation_ND, step.reward_N, step.terminated_N, step.truncated_N)
+        results: tuple[NDArray[Any], ...] = step.observation_ND, step.reward_N, step.terminated_N, step.truncated_N
         if not differs and not all(map(_alike, results)):
             differs = f"step {made} of two episodes with the same reset(seed=0) and actions had different results"
         truncated = bool(step.truncated_N[0])
