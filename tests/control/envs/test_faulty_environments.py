@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import time
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -16,27 +13,15 @@ from gymnasium import spaces
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.recipe import config_from_dict
 from covey.control.envs.checked import EnvironmentFault, Watchdog, checked_flag, checked_observation, checked_reward
-from covey.control.envs.manual_reset import ManualResetVectorEnv
-from covey.control.envs.vector_env import Environments, check_environment, make_environments
+from covey.control.envs.vector_env import check_environment, make_environments
 from covey.experiment.control import ControlBuilder
 from covey.experiment.run import check, run
-
-NAME = "covey-faulty/Faulty-v0"
-FINE = np.zeros(2, dtype=np.float32)
+from helpers.faulty_environments import FINE, NAME, Faulty, answers, collect_episodes, raises, registering
 
 
 class BadText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
-
-
-def answers(**changed: Any) -> tuple[Any, ...]:
-    given = {"observation": FINE, "reward": 1.0, "terminated": False, "truncated": False, "info": {}} | changed
-    return tuple(given.values())
-
-
-def raises(error: BaseException) -> Any:
-    raise error
 
 
 # What a step does that it must not, and what is said of it.
@@ -82,46 +67,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
 }
 
 
-class Faulty(gym.Env):
-    """Fails in step `fails_at` of the episode that begins with reset(seed=7); step 0 is the reset itself."""
-
-    observation_space = spaces.Box(-1, 1, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, fault: Any = None, fails_at: int = 2, seed: int = 7) -> None:
-        self.fault, self.fails_at, self.fails_with = fault, fails_at, seed
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.bad, self.made = self.fault is not None and seed == self.fails_with, 0
-        if self.bad and self.fails_at == 0:
-            found = self.fault()
-            return found[0] if isinstance(found, tuple) else found, {}
-        return FINE, {}
-
-    def step(self, action: int) -> Any:
-        self.made += 1
-        if self.bad and self.made == self.fails_at:
-            return self.fault()
-        return answers(truncated=self.made == 5)
-
-
 @pytest.fixture
 def register():
-    """Registers an environment under NAME for one test."""
-
-    def do(entry: Any, **limits: Any) -> EnvironmentConfig:
-        gym.register(NAME, entry, **limits)
-        return EnvironmentConfig(id=NAME)
-
-    yield do
-    gym.registry.pop(NAME, None)
-
-
-def collect_episodes(environments: Environments, steps: int = 4) -> None:
-    environments.reset([3, 7])
-    for _ in range(steps):
-        environments.step(np.zeros(2, dtype=np.int64))
+    with registering() as do:
+        yield do
 
 
 @pytest.mark.sampled(3)
@@ -198,100 +147,6 @@ def test_a_process_that_dies_is_told(how, register):
     with pytest.raises(EnvironmentFault, match=r"the process of copy 1 died in step \(exit code (3|-9)\)"):
         collect_episodes(environments)
     assert not any(process.is_alive() for process in environments._vector.processes)
-
-
-@pytest.mark.parametrize(
-    ("does", "said"),
-    [
-        (
-            lambda: time.sleep(600),
-            "it did not answer within 1 s: if it is only slow, raise environment.timeout_seconds",
-        ),
-        (lambda: os._exit(3), "its process ended by itself with exit code 3"),
-        (lambda: raises(SystemExit(4)), "its process ended by itself with exit code 4"),
-        (lambda: ctypes.string_at(0), "its process was killed by SIGSEGV"),
-        (lambda: os.closerange(3, 200), "its process "),  # ends while it is killed
-    ],
-    ids=["sleep", "exit", "sys.exit", "crash", "closed files"],
-)
-@pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
-@pytest.mark.parametrize("fails_at", [0, 2])
-def test_by_default_an_environment_that_hangs_or_dies_ends_its_own_process(does, said, fails_at, register):
-    """Also the second time, after its episodes were played again."""
-    environment = register(lambda: Faulty(does, fails_at=fails_at))
-    environments = make_environments(EnvironmentConfig(id=environment.id, timeout_seconds=1.0), 2)
-    where = ("the reset of", "", "step 2 of")[fails_at]
-    with pytest.raises(EnvironmentFault) as caught:
-        collect_episodes(environments)
-    line = str(caught.value)
-    assert line.startswith(f"environment '{NAME}', {where} the episode that began with reset(seed=7): {said}")
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize("does", [lambda: os._exit(3), lambda: time.sleep(600)], ids=["exit", "sleep"])
-def test_a_process_that_fails_once_is_started_again_and_the_numbers_are_the_same(does, register, tmp_path):
-    """The episodes in both copies go on where they were, one of them after its second reset."""
-
-    class Once(Faulty):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            answer = super().reset(seed=seed)
-            self.walked = np.zeros(2, dtype=np.float32)
-            return self.walked, answer[1]
-
-        def step(self, action: int) -> Any:
-            self.walked = self.walked + self.np_random.normal(size=2).astype(np.float32) * (1 + action)
-            _, *rest = super().step(action)
-            return self.walked, *rest
-
-    mark = tmp_path / "failed"
-
-    def fault() -> Any:
-        if not mark.exists():
-            mark.touch()
-            does()
-        return answers()
-
-    def collected(**fields: Any) -> list[bytes]:
-        environments = make_environments(EnvironmentConfig(id=NAME, timeout_seconds=1.0, **fields), 2)
-        seen = [environments.reset([3, 4])]
-        for action in (1, 0, 1):
-            seen.append(environments.step(np.array([action, 1 - action])).observation_ND)
-        seen.append(environments.reset_slots(np.array([1]), [7]))
-        for action in (1, 0, 1, 0):
-            step = environments.step(np.array([action, action]))
-            seen += [step.observation_ND, step.reward_N, step.truncated_N, step.steps_N]
-        environments.close()
-        return [array.tobytes() for array in seen]
-
-    register(lambda: Once(fault))
-    with pytest.warns(
-        UserWarning, match=r"step 2 of the episode that began with reset\(seed=7\).* It was started again"
-    ):
-        found = collected()
-    assert found == collected(vectorization="sync")
-
-
-def test_an_environment_that_dies_while_it_is_made_is_refused(register):
-    class Crash(Faulty):
-        def __init__(self) -> None:
-            os._exit(5)
-
-    with pytest.raises(ConfigError, match="while it was made: its process ended by itself with exit code 5"):
-        check_environment(register(Crash))
-
-
-def test_the_process_of_an_environment_ends_with_it(register):
-    environments = make_environments(register(Faulty), 2)
-    process = environments._vector._process._number
-    environments.reset([3, 4])
-    del environments
-    gc.collect()
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
-
-
-def test_the_environments_of_gymnasium_are_in_this_process():
-    assert isinstance(make_environments(EnvironmentConfig(id="Pendulum-v1"), 1)._vector, ManualResetVectorEnv)
 
 
 def forever() -> None:
@@ -420,96 +275,3 @@ def test_pictures_come_with_a_warning(register):
     environment = config_from_dict({"environment": {"id": "CartPole-v1"}})
     assert isinstance(environment, ControlConfig)
     assert not ControlBuilder(environment).notes
-
-
-class Seeded(Faulty):
-    """Starts and steps with numbers of a generator."""
-
-    def generator(self) -> Any:
-        return self.np_random
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.generator().random(2).astype(np.float32), {}
-
-    def step(self, action: int) -> Any:
-        _, *rest = super().step(action)
-        return self.generator().random(2).astype(np.float32), *rest
-
-
-class OfTheModule(Seeded):
-    def generator(self) -> Any:
-        return random
-
-
-class Unseeded(Seeded):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed=None)
-
-
-class LateChance(Seeded):
-    def step(self, action: int) -> Any:
-        self._np_random = np.random.default_rng()
-        return super().step(action)
-
-
-class Grows(Faulty):
-    level = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.level += 1
-        super().reset(seed=seed)
-        return FINE + self.level, {}
-
-
-random = np.random.RandomState(5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (Seeded, ""),
-        (OfTheModule, "reset(seed=0) began two episodes with different observations"),
-        (Unseeded, "reset(seed=0) began two episodes with different observations"),
-        (LateChance, "step 1 of two episodes with the same reset(seed=0) and actions had different results"),
-        (Grows, "reset(seed=0) began a second episode with another observation than the first"),
-    ],
-)
-def test_an_environment_that_ignores_its_seed_is_named(kind, said, register):
-    notes = check_environment(register(kind, max_episode_steps=9))
-    assert [said] * len(notes) == [note[len(f"environment '{NAME}': ") :].partition(", so")[0] for note in notes]
-    assert bool(notes) == bool(said)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "named"),
-    [(0, 1000, True), (-0.01, 0.01, True), (90, 100, True), (-1, 1, False), (0, 1, False), (-np.inf, np.inf, False)],
-)
-def test_a_range_of_actions_that_the_policy_does_not_explore_is_named_with_the_wrapper(low, high, named, register):
-    register(type("Ranged", (Faulty,), {"action_space": spaces.Box(low, high, (2,), np.float32)}), max_episode_steps=9)
-    config = config_from_dict({"environment": {"id": NAME}})
-    assert isinstance(config, ControlConfig)
-    notes = check(config)
-    assert len(notes) == named
-    assert all(
-        f"takes actions from {low:g} to {high:g}" in note and "gymnasium.wrappers.RescaleAction" in note
-        for note in notes
-    )
-
-
-def test_episodes_that_nothing_must_end_are_named_with_the_field(register):
-    class Ends(Faulty):
-        def step(self, action: int) -> Any:
-            self.made += 1
-            return answers(terminated=self.made == 9)
-
-    (note,) = check_environment(register(Ends))
-    assert "has no time limit, and a trained policy may never end an episode: set environment.max_episode_steps" in note
-    gym.registry.pop(NAME)
-    with pytest.raises(ConfigError, match="has a time limit of 1,000,000,000 decisions, and none of its episodes"):
-        check_environment(register(Moving, max_episode_steps=10**9))
-
-
-class Moving(Faulty):
-    def step(self, action: int) -> Any:
-        return answers()
