@@ -38,7 +38,7 @@ def sampler_on(
     seed: int = SEED,
     decisions: int = 1,
 ) -> BranchSampler:
-    environments, trunks = toy_envs.made(name, starts * size), toy_envs.made(name, starts)
+    environments, trunks = (toy_envs.made(name, count, copies_states=True) for count in (starts * size, starts))
     policy = toy_envs.policy_for(environments, spread=spread)
     return BranchSampler(
         policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions

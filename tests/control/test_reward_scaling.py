@@ -133,7 +133,7 @@ def test_fragments_scale_by_the_returns_of_whole_episodes() -> None:
 
 def test_a_branch_that_was_cut_does_not_go_on_in_the_next_step() -> None:
     """Endless pays 1 a step: every branch of two steps has the returns 1 and 1.9, in the first step and in all."""
-    environments, trunks = toy_envs.made(toy_envs.ENDLESS, 6), toy_envs.made(toy_envs.ENDLESS, 2)
+    environments, trunks = (toy_envs.made(toy_envs.ENDLESS, count, copies_states=True) for count in (6, 2))
     scale = RunningStdScaling(GAMMA)
     policy = toy_envs.policy_for(environments)
     sampler = BranchSampler(policy, environments, 3, scale, GAMMA, trunks=trunks, horizon=2, decisions=1)

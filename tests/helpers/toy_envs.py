@@ -126,9 +126,10 @@ def policy_for(environments: Environments, *, normalised: bool = False, spread: 
     return policy
 
 
-def made(name: str, count: int, **environment: Any) -> Environments:
+def made(name: str, count: int, *, copies_states: bool = False, **environment: Any) -> Environments:
     """Copies of an environment, with the settings of [environment]."""
-    return make_environments(read({"environment": {"id": name, **environment}, **FRAGMENTS}).environment, count)
+    config = read({"environment": {"id": name, **environment}, **FRAGMENTS}).environment
+    return make_environments(config, count, copies_states=copies_states)
 
 
 FRAGMENTS = {"algorithm": "ppo", "rollouts": {"kind": "fragments"}}  # goes with every setting of an environment

@@ -75,12 +75,23 @@ def test_most_families_are_built():
         ("phimoe", {"sliding_window": 24}),
         # A bias that is learned, begins at zero, and is added to the mask.
         ("doge", {}),
+        # Positions by a bias that comes with the mask.
+        ("falcon", {"alibi": True}),
         # Beyond what is tried: prompts are not shared.
         ("mistral", {"sliding_window": 100}),
     ],
 )
 def test_a_window_that_the_config_names_is_kept(kind, fields):
     check_family(kind, **fields)
+
+
+@pytest.mark.parametrize(("fields", "differs"), [({"alibi": True}, True), ({}, False)])
+def test_a_model_whose_attention_transformers_computes_in_two_ways_is_noted(fields, differs):
+    """In eager attention transformers adds Falcon's bias twice: there half the bias gives what sdpa gives."""
+    model = zoo_model("falcon", **fields)
+    described = LanguagePolicy(model).backend.describe()
+    assert ("transformers' eager attention gives other log-probabilities than the sdpa" in described) == differs
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

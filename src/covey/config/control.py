@@ -15,7 +15,8 @@ class EnvironmentConfig:
     vectorization: str = config_field(
         "auto",
         "how copies of the environment step: one after the other in this process (sync), or each in its own process "
-        "(async); auto is sync, and for CartPole-v1 all copies at once in NumPy",
+        "(async); auto is all in one process of their own, sync for branches and for Gymnasium's own environments, and "
+        "for CartPole-v1 all copies at once in NumPy",
         choices=("auto", "sync", "async"),
         advanced=True,
     )

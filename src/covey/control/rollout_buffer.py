@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.control.envs.vector_env import Environments, Step
+from covey.control.envs.vector_env import LONGEST_WAIT, Environments, Step
 from covey.control.policy import ControlPolicy
 from covey.data import EndReason, Rollout
 from covey.runtime.rng import uniforms
 
 DRAWN_AHEAD = 64  # positions whose random numbers are computed at once
-LONGEST_WAIT = 100_000  # decisions after which an episode is refused as endless
 
 
 class ActionRng:

@@ -60,6 +60,7 @@ from covey.train.state import Components, LoopConfig
 
 EVALUATED_AT_ONCE = 100  # maximal number of copies of the environment in an evaluation
 PICTURE = "agent.gif"
+UNEVEN = 20.0  # ratio of a range of actions to the standard deviation of the policy, or its inverse
 
 CREDITS: dict[str, Callable[[float], CreditAssignment]] = {  # loss.credit -> discount -> credit
     "outcome": lambda gamma: outcome,  # the sampler discounts the return
@@ -90,7 +91,7 @@ class ControlBuilder:
         set_threads(config.threads)
         self.config = config
         kind = ROLLOUT_KINDS[config.rollouts.kind]
-        check_environment(evaluation_environment(config))
+        self.notes = check_environment(config.environment)  # for the user, before the run
         self.longest_rollout = kind.longest(config)
         if config.algorithm == "dr_grpo" and self.longest_rollout is None:
             raise ConfigError(
@@ -99,7 +100,7 @@ class ControlBuilder:
             )
         self.rollouts = kind(config)
         self.environments = self.rollouts.environments
-        self.notes = (self.environments.note,) if self.environments.note else ()  # for the user, before the run
+        self.notes += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)
         self._evaluation: Environments | None = None
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
@@ -232,6 +233,22 @@ def episode_returns(policy: ControlPolicy, environments: Environments, seeds: li
     return [float(buffer.rewards(trajectory).sum()) for trajectory in trajectories]
 
 
+def _range_note(config: ControlConfig, environments: Environments) -> str:
+    """A warning about actions that the untrained policy, a normal distribution around 0, hardly explores; or empty."""
+    actions, std = environments.actions, config.policy.initial_std
+    if not isinstance(actions, Continuous):
+        return ""
+    for low, high in zip(actions.low_A.tolist(), actions.high_A.tolist(), strict=True):
+        half, center = (high - low) / 2, (high + low) / 2
+        if math.isfinite(half) and not (std / UNEVEN <= half <= UNEVEN * std and abs(center) <= half + std):
+            return (
+                f"environment {config.environment.id!r} takes actions from {low:g} to {high:g}, and the untrained "
+                f"policy draws them around 0 with a standard deviation of {std:g} (policy.initial_std): register it "
+                "in gymnasium.wrappers.RescaleAction(env, -1.0, 1.0)"
+            )
+    return ""
+
+
 def _machine() -> dict[str, Any]:
     here = environment(torch.device("cpu"), torch.float32)
     return here | {"gymnasium": version("gymnasium"), "numpy": version("numpy")}
@@ -263,8 +280,9 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
 
 
 def evaluation_environment(config: ControlConfig) -> EnvironmentConfig:
-    """Config of the environment for evaluation; its copies run in this process."""
-    return replace(config.environment, vectorization="auto")
+    """Config of the environment for evaluation, whose copies share a process."""
+    own = config.environment.vectorization == "async"
+    return replace(config.environment, vectorization="auto") if own else config.environment
 
 
 def evaluate_run(

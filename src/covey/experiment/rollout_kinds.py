@@ -23,7 +23,8 @@ class EpisodeRollouts:
 
     def __init__(self, config: ControlConfig) -> None:
         self.config = config
-        self.environments = make_environments(config.environment, config.rollouts.copies)
+        branches = config.rollouts.kind == "branches"
+        self.environments = make_environments(config.environment, config.rollouts.copies, copies_states=branches)
 
     @staticmethod
     def longest(config: ControlConfig) -> int | None:
@@ -61,7 +62,7 @@ class BranchRollouts(EpisodeRollouts):
 
     def __init__(self, config: ControlConfig) -> None:
         super().__init__(config)
-        self.trunks = make_environments(config.environment, config.rollouts.starts_per_step)
+        self.trunks = make_environments(config.environment, config.rollouts.starts_per_step, copies_states=True)
         refuse_uncopyable(self.trunks)
 
     @staticmethod

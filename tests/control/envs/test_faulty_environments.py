@@ -6,7 +6,6 @@ import os
 import time
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -14,26 +13,15 @@ from gymnasium import spaces
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.recipe import config_from_dict
 from covey.control.envs.checked import EnvironmentFault, Watchdog, checked_flag, checked_observation, checked_reward
-from covey.control.envs.vector_env import Environments, check_environment, make_environments
+from covey.control.envs.vector_env import check_environment, make_environments
 from covey.experiment.control import ControlBuilder
 from covey.experiment.run import check, run
-
-NAME = "covey-faulty/Faulty-v0"
-FINE = np.zeros(2, dtype=np.float32)
+from helpers.faulty_environments import FINE, NAME, Faulty, answers, collect_episodes, raises, registering
 
 
 class BadText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
-
-
-def answers(**changed: Any) -> tuple[Any, ...]:
-    given = {"observation": FINE, "reward": 1.0, "terminated": False, "truncated": False, "info": {}} | changed
-    return tuple(given.values())
-
-
-def raises(error: BaseException) -> Any:
-    raise error
 
 
 # What a step does that it must not, and what is said of it.
@@ -64,57 +52,30 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "infinity paid": (lambda: answers(reward=np.float32(np.inf)), "its reward is inf"),
     "None paid": (lambda: answers(reward=None), "its reward is None, not a number"),
     "text paid": (lambda: answers(reward="1.0"), "its reward is '1.0', not a number"),
+    "10^400 observed": (lambda: answers(observation=[10**400, 0.0]), "not (2,) numbers"),
+    "10^400 in fp128 observed": (
+        lambda: answers(observation=np.full(2, np.longdouble("1e400"))),
+        "number 0 of its observation is inf",
+    ),
+    "10^400 paid": (lambda: answers(reward=10**400), "its reward is 1000"),
+    "10^400 in fp128 paid": (lambda: answers(reward=np.longdouble("1e400")), "its reward is inf"),
+    "10^300 paid": (lambda: answers(reward=1e300), "its reward is 1e+300, and the largest is 1e+12: scale it"),
+    "10^400 for an end": (lambda: answers(terminated=10**400), "terminated is 1000"),
     "several paid": (lambda: answers(reward=np.ones(2)), "its reward is array([1., 1.]), not a number"),
     "None for an end": (lambda: answers(terminated=None), "terminated is None, neither True nor False"),
     "text for an end": (lambda: answers(truncated="no"), "truncated is 'no', neither True nor False"),
 }
 
 
-class Faulty(gym.Env):
-    """Fails in step `fails_at` of the episode that begins with reset(seed=7); step 0 is the reset itself."""
-
-    observation_space = spaces.Box(-1, 1, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, fault: Any = None, fails_at: int = 2, seed: int = 7) -> None:
-        self.fault, self.fails_at, self.fails_with = fault, fails_at, seed
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.bad, self.made = self.fault is not None and seed == self.fails_with, 0
-        if self.bad and self.fails_at == 0:
-            found = self.fault()
-            return found[0] if isinstance(found, tuple) else found, {}
-        return FINE, {}
-
-    def step(self, action: int) -> Any:
-        self.made += 1
-        if self.bad and self.made == self.fails_at:
-            return self.fault()
-        return answers(truncated=self.made == 5)
-
-
 @pytest.fixture
 def register():
-    """Registers an environment under NAME for one test."""
-
-    def do(entry: Any, **limits: Any) -> EnvironmentConfig:
-        gym.register(NAME, entry, **limits)
-        return EnvironmentConfig(id=NAME)
-
-    yield do
-    gym.registry.pop(NAME, None)
-
-
-def collect_episodes(environments: Environments, steps: int = 4) -> None:
-    environments.reset([3, 7])
-    for _ in range(steps):
-        environments.step(np.zeros(2, dtype=np.int64))
+    with registering() as do:
+        yield do
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["auto", "sync", "async"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_names_environment_episode_and_step(fault, kind, register):
     does, said = FAULTS[fault]
@@ -131,6 +92,7 @@ def test_a_fault_names_environment_episode_and_step(fault, kind, register):
     assert "\n" not in line
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("fault", [name for name in FAULTS if "observed" in name or name.startswith("raises")])
 def test_a_reset_is_checked_too(fault, register):
     does, said = FAULTS[fault]
@@ -196,7 +158,7 @@ def forever() -> None:
 
 
 def test_python_code_that_hangs_in_this_process_is_interrupted(register):
-    config = EnvironmentConfig(id=register(lambda: Faulty(forever)).id, timeout_seconds=0.5)
+    config = EnvironmentConfig(id=register(lambda: Faulty(forever)).id, vectorization="sync", timeout_seconds=0.5)
     environments = make_environments(config, 2)
     with pytest.raises(EnvironmentFault, match=r"did not answer within 0.5 s: .* environment.timeout_seconds"):
         collect_episodes(environments)
@@ -306,7 +268,7 @@ class Pictures(Faulty):
 
 def test_pictures_come_with_a_warning(register):
     register(Pictures)
-    config = config_from_dict({"environment": {"id": NAME}})
+    config = config_from_dict({"environment": {"id": NAME, "max_episode_steps": 5}})
     assert isinstance(config, ControlConfig)
     (note,) = check(config)
     assert "pictures (8 x 8 x 3): they are flattened to 192 numbers" in note

@@ -143,7 +143,7 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
 
     monkeypatch.setattr(Locks, "action_space", space)
     monkeypatch.setattr(Locks, "step", step)
-    environments = make_environments(EnvironmentConfig(id=NAME), 1)
+    environments = make_environments(EnvironmentConfig(id=NAME, vectorization="sync"), 1)
     environments.reset([0])
     actions = np.array([[0, 1, 2, 3]]) if isinstance(space, spaces.MultiDiscrete) else np.array([[0, 1, 1, 1]])
     environments.step(actions)

@@ -34,6 +34,7 @@ from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers.recomputing import batch_of
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
+from helpers.zoo import zoo_model
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 KINDS = SHARED + PLAIN
@@ -364,7 +365,10 @@ def test_the_first_matrices_follow_from_the_seed() -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("q_prj",), "'q_prj' is no linear layer of LlamaForCausalLM below its output layer: choose among down_proj"),
+        (
+            ("q_prj",),
+            "'q_prj' is no linear layer of LlamaForCausalLM that an adapter can be added to: choose among d",
+        ),
         (("lm_head",), "'lm_head' is no linear layer"),
         (("q_proj", "embed_tokens"), "'embed_tokens' is no linear layer"),
     ],
@@ -387,3 +391,31 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     save_adapter(adapter, "base", tmp_path)
     with pytest.raises(ConfigError, match="numbers that are not finite"):
         load_adapter(adapter, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize(
+    ("kind", "refused", "named"),
+    [
+        ("deepseek_v3", "gate_proj", "q_b_proj"),
+        ("qwen3_next", "down_proj", "in_proj_qkvz"),
+        ("mamba2", "out_proj", "in_proj"),
+        ("jamba", "dt_proj", "x_proj"),
+        ("llama4_text", "router", "q_proj"),  # a class derived from nn.Linear whose result is a pair
+        ("falcon", "gate", "query_key_value"),  # one whose result is that of nn.Linear
+    ],
+)
+def test_experts_in_one_parameter_and_mixers_of_mamba_have_adapters_where_peft_has_them(kind, refused, named, tmp_path):
+    """Every adapted layer is trained, and peft reads the file to the same model."""
+    model = zoo_model(kind)
+    with pytest.raises(ConfigError, match=f"lora.targets: {refused!r} is no linear layer of .* choose among .*{named}"):
+        add_adapter(model, LoRAConfig(rank=4, targets=(refused,)))
+    adapter = add_adapter(model, LORA)
+    fill(adapter)
+    tokens = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 79, 3]])
+    logits = model(input_ids=tokens).logits
+    logits.log_softmax(-1)[0, :, 7].sum().backward()
+    assert all(factor.grad is not None and bool(factor.grad.any()) for factor in adapter.parameters.parameters())
+    save_adapter(adapter, "base", tmp_path)
+    peft = PeftModel.from_pretrained(zoo_model(kind), str(tmp_path))
+    torch.testing.assert_close(peft(input_ids=tokens).logits, logits)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from covey.config import ConfigError
 from covey.llm.model.checks import check_forward
 from covey.llm.model.folder import TEMPLATE_FILE
+from covey.llm.model.foreign_files import check_model_config
 from covey.llm.model.loading import check_model_files, load_model, wrap_model
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import CHARACTERS, tiny_folder, tiny_gguf, tiny_model, tiny_tokenizer
@@ -331,6 +332,8 @@ REFUSED = {
     "fewer layers": (config(num_hidden_layers=1), r"9 weights are in its files, but not in its architecture"),
     "wider": (config(hidden_size=64), "numbers are needed, its files hold"),
     "far too wide": (config(intermediate_size=10**9), "numbers are needed, its files hold"),
+    "a million blocks": (config(encoder_blocks=10**6), "encoder_blocks is 1000000, and no model has more"),
+    "a billion experts": (config(num_experts=10**9), "num_experts is 1000000000, and no model has more"),
     "a million layers": (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000, and no model has more"),
     "no width": (config(hidden_size=0), "its config.json"),
     "negative width": (config(intermediate_size=-4), "its config.json"),
@@ -387,6 +390,12 @@ def test_what_is_not_whole_is_refused_by_name_in_one_line(case, whole, tmp_path,
     if case not in NOT_BY_CHECK:
         with pytest.raises(ConfigError, match=message):
             check_model_files(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["doge", "gemma3n_text", "gemma4_text", "phi4_multimodal"])
+def test_sizes_of_real_models_are_no_numbers_that_no_model_has(kind):
+    """16,384 experts, or 262,144 embeddings for each layer."""
+    check_model_config(AutoConfig.for_model(kind).to_dict(), kind)
 
 
 def test_a_model_that_looks_ahead_is_found_by_trying():

@@ -121,6 +121,12 @@ CASES: dict[str, Case] = {
             },
             {"config": {"sampling": {"group_size": 3, "prompts_per_step": 15}}},
             {"config": {"rollouts": {"kind": "branches"}}},
+            {"config": CONTROL, "score/mean": [9.0, 300.0] + [500.0] * 28},  # solved at once, as far as is known
+            {
+                "config": CONTROL,
+                "groups/zero_advantage_fraction": last(0.5, 0.75),
+                "score/mean": [-480.0] * 10 + [-90.0, -80.0] * 10,
+            },
             {"steps": 9},
         ],
         fires=[
@@ -419,6 +425,21 @@ def test_a_remedy_follows_the_settings():
     assert "harder prompts" in high.remedy
     rate = CASES["large updates"].found({})["large updates"]
     assert rate.remedy == "Try update.learning_rate = 3.33e-06 (now 1e-05)"
+
+
+def test_a_solved_environment_is_one_at_its_best_score_or_its_expected_return():
+    """One that always fails, succeeds rarely, or has not reached the expected return has groups without signal."""
+    for score, goal in ((0.3, None), ([0.0, 1.0] + [0.0] * 28, None), ([9.0] * 10 + [200.0] * 20, 475.0)):
+        config = {**CONTROL, "evaluation": {} if goal is None else {"expected_return": goal}}
+        assert "groups without signal" in CASES["groups without signal"].found({"config": config, "score/mean": score})
+
+
+def test_completions_that_have_no_loss_teach_no_brevity():
+    case = CASES["truncation"]
+    masked = case.found({"config": {"loss": {"mask_truncated": True}}})["truncation"]
+    assert "learns to be short" in case.found({})["truncation"].explanation
+    assert "learns to be short" not in masked.explanation
+    assert "nothing from a step in which all are cut" in masked.explanation
 
 
 def test_a_minimum_length_is_proposed_against_shorter_completions_alone():

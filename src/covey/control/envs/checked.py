@@ -14,6 +14,8 @@ from gymnasium import Space, spaces
 
 from covey.config import RunError
 
+LARGEST_REWARD = 1e12  # the square of the sum over an episode is a number in fp32
+
 _UNPACKED = re.compile(r"\(expected 5, got (\d+)\)|\(expected 5\)")  # of Python's ValueError, in Gymnasium's wrappers
 
 
@@ -47,15 +49,16 @@ def checked_reward(reward: Any) -> float:
     """Check a reward; returns it as a finite float.
 
     Raises:
-        TypeError, ValueError: if it is not a finite number.
+        TypeError, ValueError: if it is not a number of at most LARGEST_REWARD.
     """
     if type(reward) is not float:
         array = np.asarray(reward)
         if array.size != 1 or array.dtype.kind not in "fiub":
             raise TypeError(f"its reward is {_shown(reward)}, not a number")
         reward = float(array.item())
-    if reward - reward != 0.0:
-        raise ValueError(f"its reward is {reward}")
+    if not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+        much = "" if reward - reward else f", and the largest is {LARGEST_REWARD:g}: scale it"
+        raise ValueError(f"its reward is {reward:g}{much}")
     return reward
 
 
@@ -109,8 +112,7 @@ class _Overdue(BaseException):
 class Watchdog:
     """Context manager that ends a call in this process that takes too long.
 
-    Python code is interrupted immediately, code in C when it returns; a separate process (vectorization = "async") can
-    be killed instead.
+    Python code is interrupted immediately, code in C when it returns; a process of its own can be killed instead.
     """
 
     def __init__(self, seconds: float, where: str) -> None:

@@ -19,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
+from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
 
@@ -40,16 +41,17 @@ class ActionRepeat(gym.Wrapper):
         self._seed: int | None = None
         self._steps = 0  # number of steps of the episode
         self.observation: Any = None  # the last one
+        self.known_place: NDArray[np.int64] | None = None  # seed and step of this call, where another process reads it
 
     @property
     def place(self) -> str:
         """Environment, episode and step, for messages."""
-        episode = "an episode" if self._seed is None else f"the episode that began with reset(seed={self._seed})"
-        call = f"step {self._steps} of {episode}" if self._steps else f"the reset of {episode}"
-        return f"environment {self._name!r}, {call}"
+        return place_of(self._name, self._seed, self._steps)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._over, self._seed, self._steps = False, seed, 0
+        if self.known_place is not None:
+            self.known_place[:] = -1 if seed is None else seed, 0
         try:
             answer = self.env.reset(seed=seed, options=options)
             if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -66,6 +68,8 @@ class ActionRepeat(gym.Wrapper):
         try:
             for made in range(1, self._repeat + 1):  # noqa: B007
                 self._steps += 1
+                if self.known_place is not None:
+                    self.known_place[:] = -1 if self._seed is None else self._seed, self._steps
                 observation, reward, ended, cut, _ = self.env.step(action)
                 self.observation = checked_observation(observation, self.observation_space)
                 total += checked_reward(reward)
@@ -78,12 +82,31 @@ class ActionRepeat(gym.Wrapper):
         return self.observation, total, terminated, truncated, {RAW_STEPS: made} if self._repeat > 1 else {}
 
 
+def place_of(name: str, seed: int | None, steps: int) -> str:
+    """Environment, episode and step, for messages. `steps` is 0 in the reset of the episode."""
+    episode = "an episode" if seed is None else f"the episode that began with reset(seed={seed})"
+    call = f"step {steps} of {episode}" if steps else f"the reset of {episode}"
+    return f"environment {name!r}, {call}"
+
+
 class ManualResetVectorEnv(SyncVectorEnv):
     """SyncVectorEnv with AutoresetMode.DISABLED whose finished copies ignore steps (`ActionRepeat`)."""
 
     def step(self, actions: Any) -> Any:
         self._autoreset_envs[:] = False  # Gymnasium would refuse to step a finished copy
         return super().step(actions)
+
+    def reset_slots(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """As `reset`, with arguments by position."""
+        return self.reset(seed=seed, options=options)
+
+    def replay(self, slot: int, seed: int, actions: Sequence[Any]) -> Any:
+        """Play an episode again in a slot; returns its last observation."""
+        env = self.envs[slot]
+        self._env_obs[slot], _ = env.reset(seed=seed)
+        for action in actions:
+            self._env_obs[slot] = env.step(action)[0]
+        return self._env_obs[slot]
 
     def snapshot(self, slot: int) -> gym.Env:
         """A copy of a sub-environment."""

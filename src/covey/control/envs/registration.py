@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from covey.config import ConfigError
 from covey.config.fields import did_you_mean
+from covey.control.envs.checked import EnvironmentFault
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def refuse_broken(name: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except EnvironmentFault as error:
+        raise ConfigError(str(error)) from error
     except gym.error.DependencyNotInstalled as error:
         first = (str(error).splitlines() or [""])[0]
         extra = next((extra for word, extra in EXTRAS.items() if word in first.lower()), None)

@@ -40,7 +40,7 @@ def render_episode(
     Raises:
         ConfigError: for an environment that cannot be rendered.
     """
-    single = replace(config, vectorization="sync")
+    single = replace(config, vectorization="auto")
     speed = _decisions_per_second(single)
     environments = _make_drawn(single)
     film = _Film(speed)
@@ -64,7 +64,7 @@ def render_episode(
 
 def can_draw(config: EnvironmentConfig) -> bool:
     """True if `render_episode` works here: the environment has the mode rgb_array, and its packages are installed."""
-    single = replace(config, vectorization="sync")
+    single = replace(config, vectorization="auto")
     try:
         _decisions_per_second(single)
         environments = _make_drawn(single)

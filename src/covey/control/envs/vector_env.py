@@ -24,6 +24,7 @@ from covey.config import ConfigError, EnvironmentConfig
 from covey.control.action_spaces import ActionSpace, Discrete, MultiDiscrete
 from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
+from covey.control.envs.isolated import IsolatedVectorEnv
 from covey.control.envs.manual_reset import (
     RAW_STEPS,
     ActionRepeat,
@@ -36,7 +37,9 @@ from covey.control.envs.spaces import SpaceAdapter
 
 PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0
+LONGEST_WAIT = 100_000  # decisions after which an episode is refused as endless
 CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+OF_GYMNASIUM = "gymnasium.envs."  # beginning of the entry points of Gymnasium's own environments
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class Environments:
         self._adapter = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
         # Copies in processes have their own deadline.
         self._watchdog: AbstractContextManager[None] = nullcontext()
-        if not isinstance(vector, AsyncWithDeadline | BatchedCartPole):
+        if isinstance(vector, ManualResetVectorEnv):
             self._watchdog = Watchdog(config.timeout_seconds, f"environment {config.id!r}")
         self._make_one = make_one
         self._snapshots: bool | None = None
@@ -174,13 +177,21 @@ class Environments:
             return observation_ND
         slot, number = (int(index) for index in np.argwhere(~np.isfinite(observation_ND))[0])
         place = f"environment {self._name!r}, copy {slot}"
-        if isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv):
+        if isinstance(self._vector, SyncVectorEnv | AsyncVectorEnv | IsolatedVectorEnv):
             place = self._vector.get_attr("place")[slot]
         raise EnvironmentFault(f"{place}: number {number} of its observation is {observation_ND[slot, number]}")
 
 
-def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str | None = None) -> Environments:
+def make_environments(
+    config: EnvironmentConfig, count: int, *, render_mode: str | None = None, copies_states: bool = False
+) -> Environments:
     """Create `count` copies of the environment in the config.
+
+    Args:
+        config: of the environment.
+        count: number of copies.
+        render_mode: that of Gymnasium.
+        copies_states: whether states will be copied, for which an environment is in this process.
 
     Raises:
         ConfigError: for an unknown id, a missing package, unsupported spaces, or a combination of settings that the
@@ -189,17 +200,21 @@ def make_environments(config: EnvironmentConfig, count: int, *, render_mode: str
     spec = find_spec(config.id)
     if spec.entry_point is None:
         raise ConfigError(f"{config.id!r} has only a vector class: choose an environment with a class of its own")
+    make_one = partial(_make_one, config, spec, render_mode)
+    make_all = partial(ManualResetVectorEnv, [make_one] * count, autoreset_mode=AutoresetMode.DISABLED)
+    known = str(spec.entry_point).startswith(OF_GYMNASIUM) and not spec.additional_wrappers
     with refuse_broken(config.id):
         if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
             return Environments(BatchedCartPole(count, limit), config)
-        make_one = partial(_make_one, config, spec, render_mode)
+        if config.vectorization == "auto" and not known and not copies_states:
+            return Environments(IsolatedVectorEnv(make_all, config.id, config.timeout_seconds), config)
         SpaceAdapter(*_spaces(make_one), config.id)  # refuses spaces before processes are started
-        kind: Any = ManualResetVectorEnv
         if config.vectorization == "async":
-            kind = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
-        return Environments(kind([make_one] * count, autoreset_mode=AutoresetMode.DISABLED), config, make_one)
+            kind: Any = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
+            return Environments(kind([make_one] * count, autoreset_mode=AutoresetMode.DISABLED), config)
+        return Environments(make_all(), config, make_one)
 
 
 def longest_episode(config: EnvironmentConfig) -> int | None:
@@ -212,33 +227,75 @@ def longest_episode(config: EnvironmentConfig) -> int | None:
     return None if raw_steps is None else math.ceil(raw_steps / config.action_repeat)
 
 
-def check_environment(config: EnvironmentConfig) -> None:
-    """Test an environment by random actions in one copy, and refuse one that cannot be used.
+def check_environment(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Test an environment by random actions in two copies, and refuse one that cannot be used.
+
+    Returns:
+        Notes for the user: results that do not depend on the reset seed and the actions alone, and episodes that may
+        never end.
 
     Raises:
-        ConfigError: as `make_environments`; for an environment that raises or returns invalid values, and for one
-            without a time limit of which no episode ends in `PROBED_STEPS`.
+        ConfigError: as `make_environments`; for an environment that raises, returns invalid values, dies or hangs, and
+            for one without a time limit within LONGEST_WAIT of which no episode ends in `PROBED_STEPS`.
     """
-    in_process = replace(config, vectorization="sync") if config.vectorization == "async" else config
-    environments = make_environments(in_process, 1)
-    endless = longest_episode(config) is None
-    until = time.monotonic() + PROBED_SECONDS
+    environments = make_environments(replace(config, vectorization="auto"), 2)
+    longest = longest_episode(config)
+    endless = longest is None or longest > LONGEST_WAIT
+    limit = "no time limit" if longest is None else f"a time limit of {longest:,} decisions"
     try:
-        environments.reset([0])
-        for made in range(PROBED_STEPS if endless else PROBED_STEPS // 50):
-            step = environments.step(environments.random_actions(made))
-            ended = bool(step.terminated_N[0] or step.truncated_N[0])
-            if ended or time.monotonic() > until:
-                break
+        made, ended, truncated, differs = _probe(environments, PROBED_STEPS if endless else PROBED_STEPS // 50)
     except EnvironmentFault as error:
         raise ConfigError(str(error)) from error
     finally:
         environments.close()
     if endless and not ended:
         raise ConfigError(
-            f"environment.id: {config.id!r} has no time limit, and none of its episodes ended in {made + 1:,} random "
+            f"environment.id: {config.id!r} has {limit}, and none of its episodes ended in {made:,} random "
             "steps: set environment.max_episode_steps"
         )
+    notes = []
+    if differs:
+        notes.append(
+            f"environment {config.id!r}: {differs}, so the episodes of a group differ by chance, and a resumed run "
+            "does not repeat itself: call super().reset(seed=seed), and take random numbers from self.np_random alone"
+        )
+    if endless and not truncated:
+        notes.append(
+            f"environment {config.id!r} has {limit}, and a trained policy may never end an episode: set "
+            "environment.max_episode_steps"
+        )
+    return tuple(notes)
+
+
+def _probe(environments: Environments, steps: int) -> tuple[int, bool, bool, str]:
+    """Play an episode in two copies with the same seed and the same random actions.
+
+    Returns:
+        The number of steps, whether the episode ended, whether it was truncated, and a description of the first
+        difference of the copies.
+    """
+    until = time.monotonic() + PROBED_SECONDS
+    observation_2D = environments.reset([0, 0])
+    differs = "" if _alike(observation_2D) else "reset(seed=0) began two episodes with different observations"
+    made, ended, truncated = 0, False, False
+    while made < steps and not ended and time.monotonic() < until:
+        actions = environments.random_actions(made)
+        actions[1] = actions[0]
+        step = environments.step(actions)
+        made += 1
+        results: tuple[NDArray[Any], ...] = step.observation_ND, step.reward_N, step.terminated_N, step.truncated_N
+        if not differs and not all(map(_alike, results)):
+            differs = f"step {made} of two episodes with the same reset(seed=0) and actions had different results"
+        truncated = bool(step.truncated_N[0])
+        ended = truncated or bool(step.terminated_N[0])
+    if not differs and not np.array_equal(environments.reset([0, 0]), observation_2D):
+        differs = "reset(seed=0) began a second episode with another observation than the first"
+    return made, ended, truncated, differs
+
+
+def _alike(result_2: NDArray[Any]) -> bool:
+    """True if both copies have the same result."""
+    return np.array_equal(result_2[0], result_2[1])
 
 
 def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> ActionRepeat:

@@ -79,6 +79,7 @@ class Backend:
     instructions: str | None  # instruction set of the kernels for the model's dtype; None: torch without kernels
     row_bytes: int = 0  # memory of a row while sampling, independent of its length
     token_bytes: int = 0  # memory of each token of a row while sampling
+    note: str = ""  # for the user, or empty
 
     @property
     def shares_prompts(self) -> bool:
@@ -116,7 +117,7 @@ class Backend:
         """One line for the user."""
         prompts = "shared within a group" if self.shares_prompts else "not shared within a group, which is slower"
         choice = "; ".join(f"{name}: {value}" for name, value in self.recorded().items())
-        return f"{self.model}: {choice}; prompts are {prompts}"
+        return f"{self.model}: {choice}; prompts are {prompts}{f'; {self.note}' if self.note else ''}"
 
 
 def find_kernels(device: torch.device) -> KernelSet:
@@ -137,13 +138,14 @@ def choose_backend(module: PreTrainedModel) -> Backend:
     trial = Trial(module)
     with in_fp32(module):
         trial.refuse_unusable()
+        note = trial.other_attention()
         shares = trial.shares_prompts()
     trial.refuse_without_gradient()
     kernels = find_kernels(module.device)
     native = kernels.of(next(module.parameters()))
     instructions = None if native is None else native.instruction_set
     sampling = Sampling.NATIVE if native is not None and is_llama_like(module) else Sampling.SHARED_PREFIX
-    backend = Backend(type(module).__name__, sampling, kernels, instructions)
+    backend = Backend(type(module).__name__, sampling, kernels, instructions, note=note)
     if shares:
         if trial.samples(partial(backend.decoder, module), exact=module.dtype in (torch.float32, torch.float64)):
             return _with_token_bytes(backend, module)

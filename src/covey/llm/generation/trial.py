@@ -28,6 +28,7 @@ MakeDecoder = Callable[[int, int], Decoder]  # from a number of rows and max_new
 MAX_TESTED_WINDOW = 64
 # Of log-probabilities in fp32, relative to their largest deviation from the mean.
 TOLERANCE = 2e-4
+EAGER_AND_SDPA = ("eager", "sdpa")  # the two that transformers has on every device
 MIN_TOKENS = 16  # minimal length of the longest row of a trial
 
 
@@ -99,6 +100,32 @@ class Trial:
         raise ConfigError(
             f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
             f"an autoregressive language model; {hint}"
+        )
+
+    def other_attention(self) -> str:
+        """A note if transformers' own attention, eager and sdpa, gives two distributions for this model; else empty.
+
+        Every other trial compares with the implementation that the model has, so none of them can detect this.
+        """
+        ours = self.module.config._attn_implementation
+        if is_llama_like(self.module) or not self.module._supports_sdpa or ours not in EAGER_AND_SDPA:
+            return ""
+        ids = self.ids[: self.longest]
+        (known,) = self.plain.after([ids])
+        other = EAGER_AND_SDPA[1 - EAGER_AND_SDPA.index(ours)]
+        try:
+            for config, _ in self.attention:
+                config._attn_implementation_internal = other
+            (found,) = PlainPasses(self.module).after([ids])
+        except Exception:  # whatever transformers raises for a model without this implementation
+            return ""
+        finally:
+            self.restore_attention()
+        if _agree(found, known):
+            return ""
+        return (
+            f"transformers' {other} attention gives other log-probabilities than the {ours} attention that is used, "
+            f"{float((exact_logprobs(found) - exact_logprobs(known)).abs().max()):.2g} nats at most"
         )
 
     def refuse_without_gradient(self) -> None:

@@ -16,9 +16,13 @@ from covey.config.files import LONGEST_MODEL_CONFIG, read_json, walk
 
 LARGEST_SIZE = 2**40  # largest integer in a config.json
 MOST_LAYERS = 1000  # real models have up to a few hundred
-MOST_EXPERTS = 10_000
+MOST_EXPERTS = 2**20  # "Mixture of a million experts" (arXiv 2407.04153); experts may be rows of an embedding
 
-_LIMITS = ((re.compile("layer|block|depth"), MOST_LAYERS), (re.compile("expert"), MOST_EXPERTS))
+# Names of numbers of layers and of experts, but not of their sizes, such as vocab_size_per_layer_input.
+_LIMITS = (
+    (re.compile(r"^(num|n)_.*(layer|block)|(layers?|blocks|depth)$"), MOST_LAYERS),
+    (re.compile(r"^(?!.*(size|dim|capacity)).*expert"), MOST_EXPERTS),
+)
 
 
 @contextmanager

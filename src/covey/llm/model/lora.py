@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # peft reads it too
 from transformers.pytorch_utils import Conv1D
 
 from covey.config import ConfigError, LoRAConfig
@@ -34,6 +35,13 @@ T = TypeVar("T")
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"  # names of adapters
 PREFIX = "base_model.model."  # of the names in peft's files
 LINEAR = (nn.Linear, Conv1D)
+# Names of linear layers that peft takes for parts of the experts' one parameter, by the pattern of the model type.
+NAMES_OF_EXPERTS = {
+    "mixtral": ("gate", "w1", "w2", "w3"),
+    "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
+}
+# Layers of a Mamba mixer whose weight is read past the adapter, by torch's code or by the kernels for a GPU.
+READ_BY_MAMBA = ("out_proj", "dt_proj")
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def add_adapter(
         base: that of the adapters which the model has already.
 
     Raises:
-        ConfigError: if a target is no linear layer below the output layer.
+        ConfigError: if a target is no layer that an adapter can be added to.
     """
     from peft import LoraConfig, inject_adapter_in_model  # imported here, because it is an extra and takes seconds
 
@@ -142,7 +150,7 @@ def add_adapter(
 
 
 def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The paths of the linear layers below the output layer with these names; all of them if none is given.
+    """The paths in `adaptable_paths` with these names; all of them if none is given.
 
     Raises:
         ConfigError: if a name is that of no such layer.
@@ -151,14 +159,37 @@ def target_paths(module: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def adaptable_paths(module: PreTrainedModel) -> list[str]:
-    """The paths of the linear layers below the output layer."""
+    """The paths of the linear layers below the output layer, without those that peft adapts otherwise or not at all."""
     head = module.get_output_embeddings()
     adapted = adapted_layers(module)
+    taken = NAMES_OF_EXPERTS.get(_MODEL_TO_CONVERSION_PATTERN.get(module.config.model_type, ""), ())
     return [
         path
         for path, part in module.named_modules()
-        if (path in adapted or isinstance(part, LINEAR)) and part is not head and not _inside(path, adapted)
+        if (path in adapted or _is_linear(part))
+        and part is not head
+        and not _inside(path, adapted)
+        and path.rpartition(".")[2] not in taken
+        and not _read_by_mamba(module, path)
     ]
+
+
+@torch.no_grad()
+def _is_linear(part: nn.Module) -> bool:
+    """True for a linear layer; a class derived from one, such as a router, may return anything."""
+    if not isinstance(part, LINEAR) or type(part) in LINEAR:
+        return isinstance(part, LINEAR)
+    outputs, inputs = part.weight.shape if isinstance(part, nn.Linear) else part.weight.T.shape
+    try:
+        result = part(part.weight.new_zeros(2, inputs))
+    except Exception:  # of a model's code, for an input of another shape
+        return False
+    return isinstance(result, Tensor) and result.shape == (2, outputs)
+
+
+def _read_by_mamba(module: nn.Module, path: str) -> bool:
+    mixer, _, name = path.rpartition(".")
+    return name in READ_BY_MAMBA and {"A_log", "D"} <= module.get_submodule(mixer)._parameters.keys()
 
 
 def choose_targets(linear: Sequence[str], targets: Sequence[str], model: str) -> list[str]:
@@ -174,7 +205,7 @@ def choose_targets(linear: Sequence[str], targets: Sequence[str], model: str) ->
         if not paths:
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise ConfigError(
-                f"lora.targets: {target!r} is no linear layer of {model} below its output layer: "
+                f"lora.targets: {target!r} is no linear layer of {model} that an adapter can be added to: "
                 f"choose among {', '.join(names)}"
             )
     chosen = {path for paths in found.values() for path in paths}

@@ -14,6 +14,10 @@ NEARLY_ALL = 0.9  # the others are too few to compare with
 EQUAL = 1e-6
 COSTLY = 0.5  # standard deviations of the reward
 DRIFT = 2.0  # factor of the length
+MASKED = (
+    "A completion that is cut has no loss, because loss.mask_truncated is true: the policy learns from the others "
+    "alone, and nothing from a step in which all are cut."
+)
 LEAST = 0.75  # proposed minimum length, as a fraction of the mean length at the start
 
 
@@ -40,6 +44,7 @@ def truncation(history: History, settings: Settings) -> Seen | None:
         f"Try {settings.change('sampling.max_new_tokens', 2 * limit)}"
         + ("" if settings.number("sampling.overlong_tokens", 0) else shaped),
         "problem" if level >= MOSTLY_TRUNCATED else "warning",
+        MASKED if settings.get("loss.mask_truncated") else "",
     )
 
 

@@ -90,7 +90,7 @@ class Diagnosis:
             first_step=earlier.first_step if earlier else self.history.step,
             last_step=self.history.step,
             evidence=seen.evidence,
-            explanation=check.explanation,
+            explanation=seen.explanation or check.explanation,
             remedy=seen.remedy,
             metrics=check.metrics,
         )

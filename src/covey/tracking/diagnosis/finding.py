@@ -41,6 +41,7 @@ class Seen:
     evidence: str
     remedy: str
     severity: Severity = "warning"
+    explanation: str = ""  # in place of the check's
 
 
 @dataclass(frozen=True)

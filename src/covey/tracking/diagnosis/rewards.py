@@ -88,6 +88,8 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
         return None
     if is_solved(history, settings) or (_narrowed(history) and history.rises("reward/mean")):
         return None  # success, or soon reward saturation
+    if settings.is_control and settings.goal is None and (history.rises("score/mean") or _at_its_best(history)):
+        return None  # success as far as can be known
     if settings.get("rollouts.kind") == "branches":
         return None  # in most states of an episode no action is better than another
     mean = history.level("reward/mean")
@@ -115,6 +117,15 @@ def _narrowed(history: History, to: float = NARROWED) -> bool:
     """True if the rewards of a step vary at most by this fraction of the most that they have varied."""
     spread, widest = history.level("reward/std"), history.of("reward/std").best
     return spread is not None and widest is not None and spread <= to * widest.value
+
+
+def _at_its_best(history: History) -> bool:
+    """True if the score stands at the highest value of a step so far, and began below it."""
+    scores, level = history.of("score/mean"), history.level("score/mean")
+    if level is None:
+        return False
+    equal = EQUAL * max(1.0, abs(scores.highest))
+    return level >= scores.highest - equal and min(scores.first) < level - equal
 
 
 def is_solved(history: History, settings: Settings) -> bool:
@@ -251,7 +262,8 @@ CHECKS = (
         ("groups/zero_advantage_fraction", "reward/mean", "reward/std", "score/mean"),
         groups_without_signal,
         f"the median fraction of groups with equal rewards is at least {NO_SIGNAL:.0%} (problem: "
-        f"{NEXT_TO_NO_SIGNAL:.0%})",
+        f"{NEXT_TO_NO_SIGNAL:.0%}), and the task is not solved (accuracy {SOLVED:.0%}, or the expected return; in an "
+        "environment without one, a score that has risen or stands at its maximum)",
         "A group whose rewards are all equal has advantages of 0 and no gradient. At 75 % the standard error of the "
         "gradient is twice that of all groups, for the same cost of sampling.",
         "1 / sqrt(1 - 0.75) = 2; DAPO (arXiv 2503.14476, section 3.2) replaces such groups",

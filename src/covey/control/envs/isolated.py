@@ -1,0 +1,241 @@
+"""Copies of an environment in one process of their own, under a deadline: the default for an environment of the user.
+
+    the run  <-- a pipe: calls of a `ManualResetVectorEnv`, their results -->  a fork of the run, with all copies
+       \\__ shared memory: the reset seed and the step of the present call __/
+
+One process for all copies exchanges one message in a step; `AsyncWithDeadline` has a process for each copy. A process
+that dies or hangs is started again once, and the episodes that it had begun are played again.
+
+Shape legend: N slots (copies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import iterate
+from numpy.typing import NDArray
+
+from covey.config import ConfigError
+from covey.control.envs.checked import EnvironmentFault, fault_of
+from covey.control.envs.manual_reset import ManualResetVectorEnv, place_of
+from covey.control.envs.registration import refuse_broken
+
+CLOSE_SECONDS = 2.0  # for the `close` of the environments
+DESCRIBED = (
+    "num_envs", "observation_space", "single_observation_space", "single_action_space", "action_space", "metadata",
+)  # fmt: skip
+_PARENT_DEATH_SIGNAL = 1  # of prctl
+
+
+class ProcessFault(EnvironmentFault):
+    """The process of an environment died, or did not answer in time."""
+
+
+class IsolatedVectorEnv(VectorEnv):
+    """A `ManualResetVectorEnv` in a process of its own.
+
+    Args:
+        make: makes the copies, in the process.
+        name: of the environment, for messages.
+        timeout_seconds: deadline of a call.
+
+    Raises:
+        ConfigError: if the copies cannot be made.
+    """
+
+    def __init__(self, make: Callable[[], ManualResetVectorEnv], name: str, timeout_seconds: float) -> None:
+        self._make, self._name, self._timeout_seconds = make, name, timeout_seconds
+        self._place = np.frombuffer(mmap.mmap(-1, 16), dtype=np.int64)
+        self._start()
+        # Of the episode in each slot: the seed, the actions so far, and the last observation.
+        self._seeds: list[int] = [0] * self.num_envs
+        self._actions: list[list[Any]] = [[] for _ in range(self.num_envs)]
+        self._observed: list[Any] = [None] * self.num_envs
+        self._going_N = np.zeros(self.num_envs, dtype=np.bool_)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask_N = (options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_))
+        observations, infos = self._repeated("reset_slots", seed, options)
+        for slot in np.flatnonzero(mask_N).tolist():
+            self._seeds[slot], self._actions[slot] = seed[slot], []
+        self._going_N |= mask_N
+        self._observed = list(iterate(self.observation_space, observations))
+        return observations, infos
+
+    def step(self, actions: Any) -> Any:
+        result = self._repeated("step", actions)
+        for slot in np.flatnonzero(self._going_N).tolist():
+            self._actions[slot].append(actions[slot])
+        self._going_N &= ~(result[2] | result[3])
+        self._observed = list(iterate(self.observation_space, result[0]))
+        return result
+
+    def render(self) -> Any:
+        return self._ask("render")
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self._ask("get_attr", name)
+        return found
+
+    def close_extras(self, **_: Any) -> None:
+        with contextlib.suppress(EnvironmentFault):
+            self._ask("close", seconds=CLOSE_SECONDS)
+        self._process.end()
+
+    def _repeated(self, call: str, *arguments: Any) -> Any:
+        """The result of a call, asked a second time if the process died or hung in an episode."""
+        try:
+            return self._ask(call, *arguments)
+        except ProcessFault as fault:
+            if not any(self._actions):
+                raise
+            self._start()
+            self._replay(fault)
+            warnings.warn(f"{fault}. It was started again, and its episodes were played again", stacklevel=2)
+            return self._ask(call, *arguments)
+
+    def _replay(self, fault: ProcessFault) -> None:
+        """Play the begun episodes again.
+
+        Raises:
+            ProcessFault: if they end in another observation.
+        """
+        for slot, observed in enumerate(self._observed):
+            found = self._ask("replay", slot, self._seeds[slot], self._actions[slot])
+            flat, known = (
+                np.asarray(gym.spaces.flatten(self.single_observation_space, one)) for one in (found, observed)
+            )
+            if not np.array_equal(flat, known):
+                raise ProcessFault(
+                    f"{fault}, and its episodes cannot be played again, because they do not depend on reset(seed) and "
+                    "the actions alone"
+                ) from fault
+
+    def _start(self) -> None:
+        self._place[:] = -1
+        self._process = _Process(partial(_serve, self._make, self._name, self._place))
+        weakref.finalize(self, self._process.end)
+        for attribute, value in zip(DESCRIBED, self._ask("describe"), strict=True):
+            setattr(self, attribute, value)
+
+    def _ask(self, call: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """The result of a call in the process.
+
+        Raises:
+            ProcessFault: if it dies, or does not answer in time.
+            EnvironmentFault: if an environment raises or returns an invalid value.
+            ConfigError: if the copies cannot be made.
+        """
+        seconds = self._timeout_seconds if seconds is None else seconds
+        try:
+            self._process.pipe.send((call, arguments))
+            in_time = self._process.pipe.poll(seconds)
+            result = self._process.pipe.recv() if in_time else None
+        except (EOFError, OSError):
+            raise ProcessFault(f"{self._where()}: its process {self._process.end()}") from None
+        if not in_time:
+            self._process.end()
+            raise ProcessFault(
+                f"{self._where()}: it did not answer within {seconds:g} s: if it is only slow, raise "
+                "environment.timeout_seconds"
+            )
+        if isinstance(result, EnvironmentFault | ConfigError):
+            self._process.end()
+            raise result
+        return result
+
+    def _where(self) -> str:
+        seed, steps = self._place.tolist()
+        if steps < 0:
+            return f"environment {self._name!r}, while it was made"
+        return place_of(self._name, None if seed < 0 else seed, steps)
+
+
+class _Process:
+    """A fork of this process, in a process group of its own, that runs `serve`."""
+
+    def __init__(self, serve: Callable[[Connection], NoReturn]) -> None:
+        self.pipe, theirs = Pipe()
+        self._owner, self._ended = os.getpid(), ""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else the fork prints what is in their buffers again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, if there are other threads
+            self._number = os.fork()
+        if not self._number:
+            serve(theirs)
+        theirs.close()
+
+    def end(self) -> str:
+        """Kill it with all that it started, and return how it had ended if it had."""
+        if self._ended or os.getpid() != self._owner:
+            return self._ended
+        self.pipe.close()
+        for kill in (os.killpg, os.kill):  # it may not have its group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self._number, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+        self._ended = f"ended by itself with exit code {code}" if code >= 0 else f"was killed by {_signal(-code)}"
+        return self._ended
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+
+
+def _serve(make: Callable[[], ManualResetVectorEnv], name: str, place: NDArray[np.int64], pipe: Connection) -> NoReturn:
+    """Answer calls, and end with the pipe or with the run."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # Ctrl-C in a terminal does not reach it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        _answer_calls(make, name, place, pipe)
+        code = 0
+    except SystemExit as error:  # of the environment
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except (EOFError, OSError):  # the run is over, or the environment closed the pipe
+        pass
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _answer_calls(
+    make: Callable[[], ManualResetVectorEnv], name: str, place: NDArray[np.int64], pipe: Connection
+) -> None:
+    vector: Any = None
+    result: Any
+    call = ""
+    while call != "close":
+        call, arguments = pipe.recv()
+        try:
+            if call == "describe":
+                with refuse_broken(name):
+                    vector = make()
+                for env in vector.envs:
+                    env.known_place = place
+                result = [getattr(vector, attribute) for attribute in DESCRIBED]
+            else:
+                result = getattr(vector, call)(*arguments)
+        except Exception as error:
+            result = error if isinstance(error, ConfigError) else fault_of(error, f"environment {name!r}")
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        pipe.send(result)
