@@ -274,7 +274,9 @@ def _train(
     exchange_json(team, summary)
     trackers.finish(summary)
     draw(store, iterative=bool(settings.iteration_steps))
-    finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
+    finished = advice.Finished(
+        launch, builder.config, str(store.run_dir), builder.drawable(), settings.ends_early(progress)
+    )
     display.show_summary(summary, advice.after_training(finished, summary))
     return summary
 
