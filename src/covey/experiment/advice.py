@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from covey.algorithms import Algorithm
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
@@ -41,6 +42,7 @@ class Launch:
     own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
     own_observers: bool = False  # from Python: it has observers
     own_conversation: bool = False  # from Python: the conversation is an argument
+    own_algorithm: str = ""  # from Python: name of the algorithm that is an argument
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
@@ -56,12 +58,13 @@ class Launch:
         rewards: Sequence[object],
         observers: Sequence[object] = (),
         conversation: object = None,
+        algorithm: Algorithm | None = None,
     ) -> Launch:
         """The launch of a call of `covey.run`."""
         names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
         return cls(
             name=name, own_task=task is not None, own_rewards=names, own_observers=bool(observers),
-            own_conversation=conversation is not None,
+            own_conversation=conversation is not None, own_algorithm="" if algorithm is None else algorithm.name,
         )  # fmt: skip
 
     @classmethod
@@ -69,7 +72,8 @@ class Launch:
         """The launch from its `vars`, read from JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
         launch = cls(**values)
-        if not all(isinstance(word, str) for word in (launch.recipe, launch.name, *launch.fields, *launch.own_rewards)):
+        words = launch.recipe, launch.name, launch.own_algorithm, *launch.fields, *launch.own_rewards
+        if not all(isinstance(word, str) for word in words):
             raise TypeError("words are texts")
         return launch
 
@@ -194,6 +198,8 @@ def _call(function: str, first: str, launch: Launch) -> str:
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
     if launch.own_conversation:
         arguments.append("conversation=conversation")
+    if launch.own_algorithm:
+        arguments.append("algorithm=algorithm")
     if launch.own_observers:
         arguments.append("observers=observers")
     if launch.name != PYTHON_NAME:
