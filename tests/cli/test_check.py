@@ -47,13 +47,12 @@ class Closed(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-@pytest.mark.parametrize("words", [["check", "cartpole_grpo"], ["recipes"], ["runs"], ["train", "cartpole_grpo"]])
+@pytest.mark.parametrize("words", [["check", "cartpole_grpo"], ["recipes"], ["recipes", "cartpole_grpo"], ["train", "cartpole_grpo"]])
 def test_a_command_that_only_prints_says_nothing_of_a_reader_that_has_ended(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in `covey check cartpole_grpo | head -1`. A training goes on, and says so."""
     monkeypatch.chdir(tmp_path)
-    Path("runs").mkdir()
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "__stdout__", sys.stdout)
     trains = words[0] == "train"
