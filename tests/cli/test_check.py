@@ -47,7 +47,9 @@ class Closed(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-@pytest.mark.parametrize("words", [["check", "cartpole_grpo"], ["recipes"], ["recipes", "cartpole_grpo"], ["train", "cartpole_grpo"]])
+@pytest.mark.parametrize(
+    "words", [["check", "cartpole_grpo"], ["recipes"], ["recipes", "cartpole_grpo"], ["train", "cartpole_grpo"]]
+)
 def test_a_command_that_only_prints_says_nothing_of_a_reader_that_has_ended(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

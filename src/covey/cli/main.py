@@ -73,7 +73,7 @@ def _execute(words: list[str], debug: bool) -> int:
             return 0
         arguments, fields = parse(words)
         if world_size() > 1 and arguments.command != "train":
-            raise ConfigError(f"torchrun is for {command('train')}: start {command(arguments.command)} without it")
+            raise ConfigError(f"torchrun is for covey train: start {command(arguments.command)} without it")
         if arguments.command not in LASTING:
             expect_early_end()
         return COMMANDS[arguments.command](arguments, fields) or 0
