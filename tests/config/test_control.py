@@ -22,7 +22,7 @@ from covey.config import (
 from covey.config.fields import iter_fields
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
-from covey.config.recipe_writing import config_to_dict, config_to_toml
+from covey.config.recipe_writing import changes_to_toml, config_to_dict, config_to_toml
 from covey.config.validate import USED_ONLY_BY, validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
@@ -101,6 +101,7 @@ def test_what_is_written_reads_back_equal(
     )
     assert config_from_dict(config_to_dict(config)) == config
     assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+    assert config_from_dict(tomllib.loads(changes_to_toml(config))) == config
 
 
 def test_what_stands_for_unset_fields() -> None:

@@ -28,8 +28,8 @@ SCORES = {  # evaluations before and after that lead to each verdict
     "reached": ((1.0, 1.0, 1.0), (9.0, 9.0, 9.0), 5.0),
     "short": ((1.0, 1.0, 1.0), (9.0, 9.0, 9.0), 50.0),
     "better": ((1.0, 1.0, 1.0), (9.0, 9.0, 9.0), None),
-    "worse": ((9.0, 9.0, 9.0), (1.0, 1.0, 1.0), None),
-    "unclear": ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), None),
+    "worse": ((9.0, 9.0, 9.0), (2.0, 2.0, 2.0), None),
+    "unclear": ((2.0, 2.0, 2.0), (2.0, 2.0, 2.0), None),
 }
 
 
@@ -101,7 +101,8 @@ def ended(run_dir: Path, verdict: str) -> dict[str, Any]:
         dict(zip(("score", "low", "high"), values, strict=True)) | {"count": 3} for values in (before, after)
     )
     changes = {} if expected is None and summary["domain"] == "language" else {"expected_return": expected}
-    return summary | changes | {"evaluations": [{"max_new_tokens": 6, "before": first, "after": second}]}
+    evaluations = [{"max_new_tokens": 6, "before": first, "after": second}]
+    return summary | changes | {"evaluations": evaluations, "findings": []}
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,79 @@ def test_a_run_that_its_token_budget_ended_gets_a_larger_one(language: Path) -> 
     assert commanded(after_training(run, ended(language, "unclear"))).endswith("--steps 4 --token-budget 1000")
 
 
+REMEDY = "Try sampling.group_size = 16 (now 8)"
+FINDING = {"check": "some check", "severity": "warning", "first_step": 1, "last_step": 2, "remedy": REMEDY}
+PROBLEM = FINDING | {"severity": "problem"}
+ALL_RIGHT = {"score_kind": "accuracy", "evaluations": [
+    {"max_new_tokens": 6, "before": {"score": 1.0, "low": 0.9, "high": 1.0, "count": 9},
+     "after": {"score": 1.0, "low": 0.9, "high": 1.0, "count": 9}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("of_python", [False, True])
+@pytest.mark.parametrize("verdict", ["better", "worse", "unclear"])
+@pytest.mark.parametrize(
+    ("change", "early", "next_is"),
+    [
+        ({"findings": [FINDING]}, False, "Next: try sampling.group_size = 16 (now 8)"),
+        ({"findings": [PROBLEM]}, True, "Next: try sampling.group_size = 16 (now 8)"),
+        ({"findings": [FINDING | {"last_step": 1}, PROBLEM]}, False, "Next: try sampling.group_size = 16 (now 8)"),
+        ({"findings": [PROBLEM], **ALL_RIGHT}, False, "Next: try sampling.group_size = 16 (now 8)"),
+        ({"findings": [FINDING], **ALL_RIGHT}, False, "Next: harder problems"),
+        (ALL_RIGHT, False, "Next: harder problems"),
+        ({}, True, "Next: "),
+    ],
+)
+def test_the_last_line_agrees_with_the_diagnosis(
+    change: dict[str, Any], early: bool, next_is: str, verdict: str, of_python: bool, language: Path
+) -> None:
+    run = replace(finished(language), ended_early=early, launch=Launch() if of_python else finished(language).launch)
+    advised = after_training(run, ended(language, verdict) | change)
+    assert next_is in advised
+    assert "train for longer" not in advised
+
+
+def test_a_finding_that_is_over_and_a_goal_that_is_reached_change_no_advice(language: Path, control: Path) -> None:
+    over = {"findings": [PROBLEM | {"last_step": 1}]}
+    assert "train for longer" in after_training(finished(language), ended(language, "unclear") | over)
+    reached = ended(control, "reached") | {"findings": [FINDING]}
+    assert "watch the policy" in after_training(finished(control), reached)
+
+
+def nothing(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def by_prompt(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Equal within every group, and other in the next."""
+    return [float(one) for one in answer]
+
+
+@pytest.mark.parametrize("reward", [nothing, by_prompt])
+def test_two_steps_without_a_signal_are_a_finding_whose_remedy_is_advised(
+    reward: Callable[..., list[float]], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = covey.run(python_run(home), task=Arithmetic(digits=(1,)), rewards=[reward])
+    assert result is not None
+    (found,) = result["findings"]
+    assert (found["check"], found["severity"]) == (
+        "constant reward" if reward is nothing else "groups without signal", "problem",
+    )  # fmt: skip
+    *_, diagnosis, last = capsys.readouterr().out.strip().splitlines()
+    assert found["check"] in diagnosis
+    assert last.endswith(f"Next: t{found['remedy'][1:]}")
+
+
+def test_early_stopping_is_followed_by_no_advice_for_more_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(
+        python_run(home), steps=9, update=UpdateConfig(learning_rate=1e-12),
+        evaluation=covey.EvaluationConfig(problems=2, every=1, patience=1),
+    )  # fmt: skip
+    result = covey.run(config, task=Arithmetic(digits=(1,)), rewards=[longest])
+    assert result is not None
+    assert (result["steps"], result["findings"]) == (2, [])
+    assert "Next: lower the learning rate" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_advice_lowers_the_learning_rate_that_the_run_had(language: Path) -> None:
     run = finished(language)
     for rate, expected in ((1e-7, "3e-08"), (0.0025, "0.0008"), (1e-3, "0.0003")):
@@ -223,9 +297,9 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path) -> None:
     assert covey.run(python_run(home, task=ArithmeticConfig(digits=(1, 2)), run_dir="plain"))
-    advised = commanded(capsys.readouterr().out)
+    advised = commanded(after_training(finished(Path("plain")), ended(Path("plain"), "unclear")))
     assert "covey.ArithmeticConfig(digits=(1, 2))" in advised
     assert execute(advised)
 

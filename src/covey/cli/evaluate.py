@@ -11,7 +11,7 @@ from covey.cli.truncation import TRUNCATION, truncation_of
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig
 from covey.config.fields import plural
 from covey.config.files import user_path
-from covey.config.model_sources import find_origin
+from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
 from covey.config.recipe_writing import config_to_dict
 from covey.config.terminal import say
@@ -49,6 +49,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if arguments.episodes is not None or arguments.render:
         option = "--render" if arguments.render else "--episodes"
         raise ConfigError(f"{option} is for the run folder of a recipe for control, which {arguments.model} is not")
+    locate_model(arguments.model)
     config = evaluation_config(arguments, fields)
     samples, temperature = arguments.samples, arguments.temperature
     samples = 1 if samples is None else samples

@@ -42,13 +42,14 @@ from covey.config.recipe import (
     training_command,
 )
 from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
-from covey.config.recipe_writing import config_to_toml
+from covey.config.recipe_writing import changes_to_toml
 from covey.config.terminal import fitted, say
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
 from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size
-from covey.tracking.output import outlasting_output
+from covey.tracking.output import expect_early_end, outlasting_output
 from covey.tracking.run_folder import check_run_dir, next_run_dir
 
+LASTING = ("train", "iterate", "sft", "compare", "reward-model", "serve", "watch")  # go on if nobody reads their output
 EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
 LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
 WIDTHS = (20, 1000)  # valid columns of a terminal; COLUMNS is ignored outside this range
@@ -72,7 +73,9 @@ def _execute(words: list[str], debug: bool) -> int:
             return 0
         arguments, fields = parse(words)
         if world_size() > 1 and arguments.command != "train":
-            raise ConfigError(f"torchrun is for {command('train')}: start {command(arguments.command)} without it")
+            raise ConfigError(f"torchrun is for covey train: start {command(arguments.command)} without it")
+        if arguments.command not in LASTING:
+            expect_early_end()
         return COMMANDS[arguments.command](arguments, fields) or 0
     except KeyboardInterrupt:
         say_last_words()
@@ -157,7 +160,8 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     from covey.experiment.run import check
 
     notes = check(config)
-    print(config_to_toml(config))
+    print("# the other settings have their defaults: covey train --help-all lists them")
+    print(changes_to_toml(config))
     if isinstance(config, RunConfig):
         from covey.experiment.plan import check_memory
 

@@ -345,7 +345,7 @@ def _sample_options(command: Parser) -> None:
     command.add_argument(
         "--max-new-tokens",
         type=number(int, 1, MOST_TOKENS),
-        help="longest answer, in tokens (64); in a conversation longest turn (the run's)",
+        help="longest answer, or turn of a conversation, in tokens (64, or the run's own)",
     )
     add_problem_options(command)
     add_chat_options(command)

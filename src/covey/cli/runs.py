@@ -14,7 +14,6 @@ from covey.config import ConfigError
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.terminal import say
-from covey.tracking.output import expect_early_end
 
 ROOT = "runs"
 STATES = ("running", "finished", "stopped", "crashed")
@@ -95,7 +94,6 @@ def runs_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
 
 def list_action(arguments: argparse.Namespace) -> None:
     """`covey runs [FOLDER]`."""
-    expect_early_end()
     states = _states(arguments.state)
     folders = find_named_runs([arguments.folder])
     from rich.console import Console

@@ -130,7 +130,7 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
     """Config of samples from a model, with a run's precision, chat, stop strings and conversations."""
     limit = arguments.max_new_tokens
     if limit is None:
-        limit = run.sampling.max_new_tokens if run is not None and environment else MAX_NEW_TOKENS
+        limit = MAX_NEW_TOKENS if run is None else run.sampling.max_new_tokens
     config = RunConfig(
         model=arguments.model, seed=arguments.seed, sampling=SamplingConfig(max_new_tokens=limit),
         conversation=ConversationConfig(environment),

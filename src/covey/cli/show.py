@@ -12,7 +12,6 @@ from covey.cli.numbers import number
 from covey.cli.runs import named_run
 from covey.config import ConfigError
 from covey.config.terminal import say
-from covey.tracking.output import expect_early_end
 
 if TYPE_CHECKING:
     from covey.tracking.evaluations import Answers
@@ -49,7 +48,6 @@ def add_show_options(parser: argparse.ArgumentParser) -> None:
 
 def show_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey show`."""
-    expect_early_end()
     filters = [f"--{name.replace('_', '-')}" for name in FILTERS if getattr(arguments, name)]
     if arguments.best and arguments.worst:
         raise ConfigError("--best and --worst are opposites: name one of them")

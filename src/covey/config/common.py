@@ -10,11 +10,18 @@ ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # each is also the name of its package and of the extra
 
 
-class ConfigError(ValueError):
+class _OneLine(Exception):
+    """An exception that a notebook and IPython show as one line, because the lines of covey say nothing to its user."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(_OneLine, ValueError):
     """A mistake in the user's input; the message is one line that names the fix."""
 
 
-class RunError(RuntimeError):
+class RunError(_OneLine, RuntimeError):
     """A run that cannot continue; the message is one line. The run folder keeps the progress so far."""
 
 
@@ -22,7 +29,7 @@ class SamplerLost(RunError):
     """No sampler is left that could generate a step's rollouts. Nothing of the step was learnt yet."""
 
 
-class MachineError(RuntimeError):
+class MachineError(_OneLine, RuntimeError):
     """A fault of the machine (disk, memory, permissions), in one line with the path and what to do about it."""
 
 

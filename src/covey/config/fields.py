@@ -16,6 +16,7 @@ from typing import get_type_hints as uncached_type_hints
 
 from covey.config.common import ConfigError
 from covey.config.files import unusual_kind
+from covey.config.torchrun import torchrun_words
 
 LARGEST_INTEGER = 2**31 - 1  # limit of an integer field that declares none
 LARGEST_NUMBER = 1e30  # limit of a field's absolute value, which fp32 can represent
@@ -78,8 +79,8 @@ def describe_type(hint: Any) -> str:
 
 
 def command(*words: object) -> str:
-    """A command line of covey, quoted for a shell, as messages name it."""
-    return shlex.join(["covey", *map(str, words)])
+    """A command line of covey, quoted for a shell, as messages name it; a training of several ranks by torchrun."""
+    return shlex.join([*(torchrun_words() if words[:1] == ("train",) else ()), "covey", *map(str, words)])
 
 
 def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:

@@ -62,7 +62,30 @@ def plain(value: Any) -> Any:
 
 def config_to_toml(config: RunConfig | ControlConfig) -> str:
     """The config as TOML that reads back equal."""
+    return _toml(config_to_dict(config))
+
+
+def changes_to_toml(config: RunConfig | ControlConfig) -> str:
+    """The fields whose values are not their defaults, as TOML that reads back to an equal config."""
     tables = config_to_dict(config)
+    defaults = config_to_dict(type(config)())
+    if "task" in tables:
+        defaults["task"] = plain(type(config.task)())  # type: ignore[union-attr]
+    rewards = tables.pop("rewards", ())
+    changed = {}
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            value = _without(value, defaults.get(name, {}))
+        if value != {} and value != defaults.get(name):
+            changed[name] = value
+    return _toml(changed | {"rewards": [_without(reward, plain(RewardConfig())) for reward in rewards]})
+
+
+def _without(table: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in defaults or value != defaults[name]}
+
+
+def _toml(tables: dict[str, Any]) -> str:
     lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
     for name, value in tables.items():
         if isinstance(value, dict):

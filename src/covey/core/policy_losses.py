@@ -19,6 +19,12 @@ class Surrogate(NamedTuple):
     clipped_low_BT: Tensor
     clipped_high_BT: Tensor
 
+    @classmethod
+    def unclipped(cls, loss_BT: Tensor) -> Surrogate:
+        """A loss that clips no decision."""
+        unclipped_BT = torch.zeros_like(loss_BT, dtype=torch.bool)
+        return cls(loss_BT, unclipped_BT, unclipped_BT)
+
 
 def ppo_clip(
     logprobs_BT: Tensor,
@@ -71,8 +77,7 @@ def policy_gradient(logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Te
     Returns:
         the loss; no decision is clipped.
     """
-    unclipped_BT = torch.zeros_like(advantages_BT, dtype=torch.bool)
-    return Surrogate(-advantages_BT * logprobs_BT, unclipped_BT, unclipped_BT)
+    return Surrogate.unclipped(-advantages_BT * logprobs_BT)
 
 
 def cispo(

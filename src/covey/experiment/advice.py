@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from covey.algorithms import Algorithm
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE
+from covey.tracking.score_kinds import ACCURACY
 from covey.tracking.wording import find_wording
 
 Config = RunConfig | ControlConfig
@@ -40,6 +42,7 @@ class Launch:
     own_rewards: tuple[str, ...] = ()  # from Python: names of its reward functions, built-in ones quoted
     own_observers: bool = False  # from Python: it has observers
     own_conversation: bool = False  # from Python: the conversation is an argument
+    own_algorithm: str = ""  # from Python: name of the algorithm that is an argument
 
     @classmethod
     def of_command(cls, recipe: str, fields: Sequence[str]) -> Launch:
@@ -55,12 +58,13 @@ class Launch:
         rewards: Sequence[object],
         observers: Sequence[object] = (),
         conversation: object = None,
+        algorithm: Algorithm | None = None,
     ) -> Launch:
         """The launch of a call of `covey.run`."""
         names = tuple(repr(one) if isinstance(one, str) else str(getattr(one, "__name__", "")) for one in rewards)
         return cls(
             name=name, own_task=task is not None, own_rewards=names, own_observers=bool(observers),
-            own_conversation=conversation is not None,
+            own_conversation=conversation is not None, own_algorithm="" if algorithm is None else algorithm.name,
         )  # fmt: skip
 
     @classmethod
@@ -68,7 +72,8 @@ class Launch:
         """The launch from its `vars`, read from JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
         launch = cls(**values)
-        if not all(isinstance(word, str) for word in (launch.recipe, launch.name, *launch.fields, *launch.own_rewards)):
+        words = launch.recipe, launch.name, launch.own_algorithm, *launch.fields, *launch.own_rewards
+        if not all(isinstance(word, str) for word in words):
             raise TypeError("words are texts")
         return launch
 
@@ -86,6 +91,7 @@ class Finished:
     config: Config
     run_dir: str
     drawable: bool  # the environment can be rendered here
+    ended_early: bool = False  # because the score was not exceeded for `evaluation.patience` evaluations
 
 
 @dataclass(frozen=True)
@@ -131,14 +137,23 @@ def go_on(launch: Launch, run_dir: str | Path) -> str:
 
 
 def after_training(run: Finished, summary: dict[str, Any]) -> str:
-    """One suggestion, according to the outcome of the first evaluation."""
+    """One suggestion, according to what the checks found at the end, and to the outcome of the first evaluation."""
     wording, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
     chosen = next(advice for advice in ADVICE[summary["domain"]][found] if advice.possible(run))
-    parts = [FINDINGS[found], f"Next: {chosen.words}: {chosen.command(run)}"]
+    parts = [FINDINGS[found], f"Next: {_remedy(summary, found) or f'{chosen.words}: {chosen.command(run)}'}"]
     if expected is not None:
         reached = "reached" if found == "reached" else "not reached"
         parts.insert(0, f"The expected return of {wording.kind.write(expected)} is {reached}.")
     return " ".join(part for part in parts if part)
+
+
+def _remedy(summary: dict[str, Any], found: str) -> str:
+    """What to change before any further run: the remedy of a finding that holds at the end, or harder problems."""
+    holds = next((one for one in summary["findings"] if one["last_step"] >= summary["steps"]), None)
+    all_right = summary["score_kind"] == ACCURACY.name and summary["evaluations"][0]["after"]["score"] == 1
+    if found == "reached" or (all_right and not (holds and holds["severity"] == "problem")):
+        return HARDER if all_right else ""
+    return f"{holds['remedy'][:1].lower()}{holds['remedy'][1:]}" if holds else ""
 
 
 def after_evaluation(run_dir: Path, config: Config, *, drawable: bool, drawn: bool) -> str:
@@ -183,6 +198,8 @@ def _call(function: str, first: str, launch: Launch) -> str:
         arguments.append(f"rewards=[{', '.join(launch.own_rewards)}]" if named else "rewards=rewards")
     if launch.own_conversation:
         arguments.append("conversation=conversation")
+    if launch.own_algorithm:
+        arguments.append("algorithm=algorithm")
     if launch.own_observers:
         arguments.append("observers=observers")
     if launch.name != PYTHON_NAME:
@@ -229,7 +246,7 @@ def _watch(run: Finished) -> str:
 
 
 WATCH = Advice("watch the policy", _watch, lambda run: run.drawable)
-LONGER = Advice("train for longer", _longer)
+LONGER = Advice("train for longer", _longer, lambda run: not run.ended_early)
 MORE_SLOWLY = Advice("lower the learning rate", _more_slowly)
 OTHER_SEED = Advice("try another seed", _another_seed)
 MEASURE = Advice(
@@ -237,6 +254,7 @@ MEASURE = Advice(
     lambda run: command("eval", run.run_dir, "--samples", SAMPLES),
     lambda run: bool(run.launch.recipe),  # a script's task and rewards are not in the run folder
 )
+HARDER = "harder problems, or more of them: all held-out answers are right, and no training can raise that"
 
 # Outcome of `covey.tracking.console.verdict` -> advice, of which the first possible one is used.
 FINDINGS: dict[str, str] = {
@@ -248,13 +266,13 @@ FINDINGS: dict[str, str] = {
 }
 ADVICE: dict[str, dict[str, tuple[Advice, ...]]] = {
     "language": {
-        "better": (MEASURE, LONGER),
+        "better": (MEASURE, LONGER, MORE_SLOWLY),
         "worse": (MORE_SLOWLY,),
-        "unclear": (LONGER,),
+        "unclear": (LONGER, MORE_SLOWLY),
     },
     "control": {
         "reached": (WATCH, OTHER_SEED),
-        "short": (LONGER,),
+        "short": (LONGER, MORE_SLOWLY),
         "better": (WATCH, OTHER_SEED),
         "worse": (MORE_SLOWLY,),
         "unclear": (OTHER_SEED,),

@@ -73,6 +73,7 @@ class ExperimentBuilder(Protocol):
     """Builds the experiment of one kind of run: language model or control."""
 
     name: str  # "language" or "control"
+    algorithm: Algorithm  # that of the config, or the user's own
 
     @property
     def score_kind(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from covey.algorithms import Algorithm
 from covey.algorithms.advantages import (
     CreditAssignment,
     outcome,
@@ -46,6 +47,7 @@ from covey.experiment.build import (
     build_learners,
     build_replay,
 )
+from covey.experiment.own_algorithm import check_own
 from covey.experiment.rollout_kinds import ROLLOUT_KINDS
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
@@ -81,12 +83,12 @@ class ControlBuilder:
     name = "control"
     score_kind = "return"
 
-    def __init__(self, config: ControlConfig) -> None:
-        """Create the environments before the run starts.
+    def __init__(self, config: ControlConfig, algorithm: Algorithm | None = None) -> None:
+        """Create the environments and the algorithm before the run starts.
 
         Raises:
             ConfigError: if the environment cannot be created, or does not support the kind of rollouts or the
-                algorithm.
+                algorithm, or the user's own `algorithm` does not work.
         """
         set_threads(config.threads)
         self.config = config
@@ -98,6 +100,7 @@ class ControlBuilder:
                 f"dr_grpo divides by the time limit of an episode, and {config.environment.id!r} has none: set "
                 "environment.max_episode_steps"
             )
+        self.algorithm = check_own(algorithm, config) if algorithm is not None else self._preset()
         self.rollouts = kind(config)
         self.environments = self.rollouts.environments
         self.notes += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)
@@ -117,13 +120,12 @@ class ControlBuilder:
         config = self.config
         credit = "" if config.algorithm in NOT_BY_GROUP else f" ({config.loss.credit})"
         steps = f"{plural(config.steps, 'step')} of {self.rollouts.describe()}"
-        return f"{config.algorithm} on {config.environment.id}, {steps}{credit}"
+        return f"{self.algorithm.name} on {config.environment.id}, {steps}{credit}"
 
-    def build(self, store: RunStore, display: Display) -> Experiment:
+    def _preset(self) -> Algorithm:
+        """The algorithm of the config."""
         config, gamma = self.config, self.config.discount
-        policy = build_policy(config, self.environments)
-        sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](gamma))
-        algorithm = build_algorithm(
+        return build_algorithm(
             config.algorithm,
             replace(config.loss, importance_cap=importance_cap(config.loss, config.replay)),
             max_length=self.longest_rollout,
@@ -135,8 +137,14 @@ class ControlBuilder:
             value_clip=config.loss.value_clip,
             credit=CREDITS[config.loss.credit](gamma),
         )
+
+    def build(self, store: RunStore, display: Display) -> Experiment:
+        config, algorithm = self.config, self.algorithm
+        policy = build_policy(config, self.environments)
+        sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](config.discount))
         critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
-        needs_reference = bool(config.loss.kl_coefficient) and algorithm.kl.placement.needs_reference
+        has_kl = any(map(algorithm.kl.coefficient, range(1, config.steps + 1)))
+        needs_reference = has_kl and algorithm.kl.placement.needs_reference
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(

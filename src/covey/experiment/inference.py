@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.config import ConfigError, RunConfig, RunError
-from covey.config.model_sources import find_origin
+from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import config_from_dict
 from covey.data import Group, RolloutCredit, Start
 from covey.experiment.conversations import RolloutKind, build_rollout_kind
@@ -21,6 +21,7 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat
 from covey.tracking.console import Display
 from covey.tracking.records import rollout_record
+from covey.tracking.run_state import checkpoint_steps, last_step
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 from covey.tracking.statistics import Estimate
 
@@ -33,6 +34,7 @@ class ModelEvaluation:
     kind: ScoreKind  # of their scores
     max_new_tokens: int
     notes: list[str]  # notes on the data for the user
+    step: int  # of the training that the weights are from; 0 without one
 
     @property
     def scores(self) -> list[list[float]]:
@@ -46,7 +48,7 @@ class ModelEvaluation:
 
     def records(self) -> list[dict[str, Any]]:
         """The answers as records of a file, from `covey.tracking.run_store.answer_record`."""
-        return answer_records(0, {self.max_new_tokens: self.groups})
+        return answer_records(self.step, {self.max_new_tokens: self.groups})
 
 
 def evaluate_model(
@@ -90,7 +92,18 @@ def evaluate_model(
         SCORE_KINDS[problem.grader.score_kind],
         config.sampling.max_new_tokens,
         [*notes, *left_out, *([unscored(missing, len(rollouts))] if missing else [])],
+        _step_of(config.model),
     )
+
+
+def _step_of(model: str) -> int:
+    """The training step that the weights are from; 0 if no run trained them."""
+    origin = locate_model(model).origin
+    if origin is None:
+        return 0
+    if not origin.from_checkpoint:
+        return last_step(origin.run_dir)
+    return origin.step or max(checkpoint_steps(origin.run_dir), default=0)
 
 
 def sample_model(

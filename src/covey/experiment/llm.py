@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from covey.algorithms import Algorithm
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
@@ -149,11 +150,12 @@ class LLMBuilder:
         rewards: Sequence[Reward | WeightedReward] = (),
         team: Team = ALONE,
         environment: Any = None,
+        algorithm: Algorithm | None = None,
     ) -> None:
-        """Build and test the task, the environment and the rewards before a model is loaded.
+        """Build and test the task, the environment, the rewards and the algorithm before a model is loaded.
 
         Raises:
-            ConfigError: if the data, the task, a reward, the device or the adapter is invalid.
+            ConfigError: if the data, the task, a reward, the algorithm, the device or the adapter is invalid.
         """
         self.config = replace(config, model=resolve_checkpoint(config.model))
         self.team = team
@@ -164,6 +166,8 @@ class LLMBuilder:
         self._open.callback(self.kind.close)
         try:
             self.problem = build_problem(config, task, rewards, self.kind)
+            self._open.callback(lambda: self.problem.grader.close())
+            self.algorithm = build_llm_algorithm(config, self.problem.grader.weights, algorithm)
         except BaseException:
             self._open.close()
             raise
@@ -202,7 +206,7 @@ class LLMBuilder:
         size = f"{first} to {plural(last, 'rollout')}" if last else plural(first, "rollout")
         kind = " (adaptive)" if sampling.adaptive else ""
         return (
-            f"{config.algorithm} on {config.model}, {plural(config.steps, 'step')} of "
+            f"{self.algorithm.name} on {config.model}, {plural(config.steps, 'step')} of "
             f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
             f"{self.chosen.device.type}, "
             f"{str(self.chosen.dtype).removeprefix('torch.')}{describe_team(self.team)}{describe_sampler(config.sampler)}"
@@ -216,7 +220,7 @@ class LLMBuilder:
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         _note_unused_step_rewards(config, problem, display)
-        algorithm = build_llm_algorithm(config, problem.grader.weights)
+        algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
         models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
@@ -299,7 +303,6 @@ class LLMBuilder:
         return False
 
     def close(self) -> None:
-        self.problem.grader.close()
         self._open.close()
 
 

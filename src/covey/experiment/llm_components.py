@@ -22,6 +22,7 @@ from covey.data import ReferenceUpdater, Team
 from covey.experiment.adaptation import Adaptation
 from covey.experiment.build import build_algorithm
 from covey.experiment.divided_weights import Models
+from covey.experiment.own_algorithm import check_own
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import load_checkpoint_weights
@@ -77,21 +78,31 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: Adaptati
     return critic
 
 
-def build_llm_algorithm(config: RunConfig, reward_weights: Mapping[str, float]) -> Algorithm:
-    """The algorithm of a run. `reward_weights` has the weight of every reward that the grader calls."""
+def build_llm_algorithm(
+    config: RunConfig, reward_weights: Mapping[str, float], own: Algorithm | None = None
+) -> Algorithm:
+    """The algorithm of a run. `reward_weights` has the weight of every reward that the grader calls.
+
+    Raises:
+        ConfigError: if the user's `own` algorithm does not work, or does not fit the config.
+    """
     loss = config.loss
     each = loss.normalize_rewards == "each"
-    algorithm = build_algorithm(
-        config.algorithm,
-        replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
-        max_length=config.rollout_limit,
-        entropy_coefficient=loss.entropy_coefficient,
-        credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
-        gamma=loss.gamma,
-        lam=loss.gae_lambda,
-        whiten=loss.whiten,
-        value_coefficient=loss.value_coefficient,
-        value_clip=loss.value_clip,
+    algorithm = (
+        check_own(own, config, tuple(reward_weights))
+        if own is not None
+        else build_algorithm(
+            config.algorithm,
+            replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
+            max_length=config.rollout_limit,
+            entropy_coefficient=loss.entropy_coefficient,
+            credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
+            gamma=loss.gamma,
+            lam=loss.gae_lambda,
+            whiten=loss.whiten,
+            value_coefficient=loss.value_coefficient,
+            value_clip=loss.value_clip,
+        )
     )
     if algorithm.kl.placement.estimator is not kl.exact:
         return algorithm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from covey.config import ConfigError, RunConfig
 from covey.config.machine import memory_bytes
+from covey.config.torchrun import ranks_of_machine
 from covey.data import Team
 from covey.experiment.plan import count_reward_models
 from covey.llm.memory.adapter_memory import frozen_parameters, trained_parameters
@@ -12,7 +13,6 @@ from covey.llm.memory.estimate import critic_weights_of
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 from covey.runtime.distributed import exchange_json
-from covey.runtime.ranks import ranks_of_machine
 from covey.runtime.weights_choice import fits_replicated
 
 

@@ -37,7 +37,7 @@ def summarise(
         "score_kind": builder.score_kind,
         "run_dir": str(store.run_dir),
         "recipe": origin["recipe"],
-        "algorithm": builder.config.algorithm,
+        "algorithm": builder.algorithm.name,
         "seed": builder.config.seed,
         "steps": progress.step,
         "seconds": sum(step.get("time/step", 0.0) for step in steps)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.faults import faults_of, machine_error
@@ -16,7 +17,7 @@ from covey.config.fields import command
 from covey.config.model_sources import CHECKPOINTS_FOLDER
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.recipe_writing import config_to_dict, first_difference, write_config
-from covey.experiment.advice import Launch
+from covey.experiment.advice import Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
@@ -123,6 +124,30 @@ def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: 
         f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
         f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
     )
+
+
+def same_arguments(
+    launch: Launch, run_dir: str | Path, task: object, rewards: Sequence[object], algorithm: Algorithm | None
+) -> None:
+    """Refuse to resume a run from Python without the arguments that its config does not have.
+
+    Raises:
+        ConfigError: with the call.
+    """
+    given = "" if algorithm is None else algorithm.name
+    if given and given != launch.own_algorithm:
+        began = repr(launch.own_algorithm) if launch.own_algorithm else "the one that its config names"
+        raise ConfigError(f"algorithm is {given!r}, and the run began with {began}: pass what it began with")
+    needed = {
+        "task": launch.own_task and task is None,
+        "rewards": bool(launch.own_rewards) and not rewards,
+        "algorithm": bool(launch.own_algorithm) and not given,
+    }
+    if missing := [f"{name}=" for name, lacks in needed.items() if lacks]:
+        raise ConfigError(
+            f"{run_dir} was started from Python with {' and '.join(missing)}, which its folder does not hold: resume "
+            f"it in the program that started it, with {go_on(launch, run_dir)}"
+        )
 
 
 def same_conversation(

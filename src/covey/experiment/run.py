@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError, SamplerLost
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.faults import faults_of, machine_error
@@ -37,6 +38,7 @@ from covey.experiment.resuming import (
     read_beginning,
     refuse_changed_inputs,
     restore_checkpoint,
+    same_arguments,
     same_conversation,
 )
 from covey.runtime.device import differences
@@ -66,6 +68,7 @@ def run(
     task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
     conversation: ConversationConfig | None = None,
+    algorithm: Algorithm | None = None,
     observers: Observers = (),
     recipe_name: str = advice.PYTHON_NAME,
     launch: Launch | None = None,
@@ -79,6 +82,9 @@ def run(
         rewards: for a language model, instead of the config's: functions, built-in rewards by name, file.py:function.
         conversation: for a language model, instead of the config's: a `covey.Conversation`, whose environment may be a
             class of the program.
+        algorithm: instead of the config's and its table [loss]: a `covey.algorithms.Algorithm`, such as a preset with
+            an advantage or a loss of your own. The config's name of an algorithm still sets the rules about groups and
+            the critic, and the defaults of sampling.
         observers: objects with the method `record(step)`, called with the `covey.StepRecord` of every step after it is
             recorded; of several ranks by rank 0 alone. If one raises an exception, the run ends after that step.
         recipe_name: first part of the run folder's name.
@@ -100,13 +106,13 @@ def run(
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
     with joined_ranks():
         team = _team(config)
-        builder = open_builder(config, task, rewards, team, environment)
+        builder = open_builder(config, task, rewards, team, environment, algorithm)
         try:
             run_dir = config.run_dir or (lambda: claim_run_dir(Path(recipe_name).stem))
             with open_store(team, run_dir) as store, _faults_of_run(store):
                 with faults_of(store.run_dir / CONFIG_FILE):
                     write_config(replace(builder.config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-                launch = launch or Launch.from_python(recipe_name, task, rewards, own, conversation)
+                launch = launch or Launch.from_python(recipe_name, task, rewards, own, conversation, algorithm)
                 return _execute(builder, store, launch, inputs, own)
         finally:
             builder.close()
@@ -118,11 +124,13 @@ def resume(
     task: TaskSource | None = None,
     rewards: Reward | Sequence[Reward] = (),
     conversation: ConversationConfig | None = None,
+    algorithm: Algorithm | None = None,
     observers: Observers = (),
 ) -> Summary | None:
     """Resume a run that was stopped or killed; its results are those of an uninterrupted run.
 
-    If the run was started with a task, rewards, a conversation or observers of its own in Python, pass them again.
+    If the run was started with a task, rewards, a conversation, an algorithm or observers of its own in Python, pass
+    them again. What they compute is not compared with what they computed before.
 
     Raises:
         RunError: as `run`.
@@ -137,15 +145,16 @@ def resume(
             raise ConfigError(
                 f"{run_dir} is a supervised training: continue it with {command('sft', '--resume', run_dir)}"
             )
+        launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
+        same_arguments(launch, run_dir, task, rewards, algorithm)
         config, environment = same_conversation(config, conversation)
         validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
         refuse_changed_inputs(origin, inputs, config, store.shared_dir)
         team = _team(config)
-        builder = open_builder(config, task, rewards, team, environment)
+        builder = open_builder(config, task, rewards, team, environment, algorithm)
         try:
-            launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
             return _execute(builder, store, launch, inputs, own, origin, notes, resuming=True)
         finally:
             builder.close()
@@ -161,6 +170,7 @@ def open_builder(
     rewards: Sequence[Reward] = (),
     team: Team = ALONE,
     environment: Any = None,
+    algorithm: Algorithm | None = None,
 ) -> ExperimentBuilder:
     """The experiment builder of a config, whose light parts are checked.
 
@@ -172,12 +182,12 @@ def open_builder(
     if isinstance(config, RunConfig):
         from covey.experiment.llm import LLMBuilder
 
-        return LLMBuilder(config, task, rewards, team, environment)
+        return LLMBuilder(config, task, rewards, team, environment, algorithm)
     if task is not None or rewards:
         raise ConfigError("a run on an environment takes no task and no rewards of its own: the environment has both")
     from covey.experiment.control import ControlBuilder
 
-    return ControlBuilder(config)
+    return ControlBuilder(config, algorithm)
 
 
 def _execute(
@@ -274,7 +284,9 @@ def _train(
     exchange_json(team, summary)
     trackers.finish(summary)
     draw(store, iterative=bool(settings.iteration_steps))
-    finished = advice.Finished(launch, builder.config, str(store.run_dir), builder.drawable())
+    finished = advice.Finished(
+        launch, builder.config, str(store.run_dir), builder.drawable(), settings.ends_early(progress)
+    )
     display.show_summary(summary, advice.after_training(finished, summary))
     return summary
 

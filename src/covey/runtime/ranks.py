@@ -6,12 +6,8 @@ import os
 from dataclasses import dataclass
 
 from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.torchrun import world_size
 from covey.config.validate_cluster import check_shards
-
-
-def world_size() -> int:
-    """The number of ranks; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def own_rank() -> int:
@@ -22,11 +18,6 @@ def own_rank() -> int:
 def local_rank() -> int:
     """The rank of this process among those of its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def ranks_of_machine() -> int:
-    """The number of ranks on this machine; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass

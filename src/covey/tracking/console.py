@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,11 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from covey.config.fields import plural, printable
+from covey.config.fields import command, plural, printable
 from covey.config.terminal import fitted
 from covey.tracking.diagnosis import Diagnosis, Finding, conclusion
 from covey.tracking.evaluations import results_by_kind
 from covey.tracking.notebook import NotebookOutput, in_notebook
+from covey.tracking.run_overview import folder_bytes, size_text
 from covey.tracking.score_kinds import ScoreKind, is_above
 from covey.tracking.wording import Shown, Wording, find_wording
 
@@ -33,6 +35,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
 PACE_STEPS = 20  # number of last steps that the remaining time is estimated from
 KEPT = 30  # notes and sample rollouts that a notebook shows
+LARGE_CHECKPOINTS = 10**9  # bytes
 SHOWN_CHARACTERS = 400  # of a prompt or a completion
 QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
 
@@ -347,6 +350,18 @@ def cost_line(summary: dict[str, Any]) -> str:
     return (
         f"{plural(summary['steps'], 'step')} in {clock(summary['seconds'])}, {find_wording(summary).cost(summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
+        f"{_size_of(Path(summary['run_dir']))}"
+    )
+
+
+def _size_of(run_dir: Path) -> str:
+    """The size of a large run folder, and how to reduce it."""
+    size, checkpoints = folder_bytes(run_dir)
+    if checkpoints < LARGE_CHECKPOINTS:
+        return ""
+    return (
+        f" ({size_text(size)}, of which {size_text(checkpoints)} checkpoints: {command('runs', 'prune')} keeps the "
+        "newest)"
     )
 
 

@@ -86,7 +86,7 @@ def overview(run_dir: Path) -> RunOverview:
         path=run_dir,
         state=state,
         recipe=text(summary.get("recipe")) or text(origin.get("recipe")) or None,
-        algorithm=text(config.get("algorithm")) or text(summary.get("algorithm")) or None,
+        algorithm=text(summary.get("algorithm")) or text(config.get("algorithm")) or None,
         seed=_whole(config.get("seed", summary.get("seed"))),
         step=last_step(run_dir),
         steps=_whole(config.get("steps")),

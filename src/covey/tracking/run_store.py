@@ -213,7 +213,8 @@ class RunStore:
              "evaluations": [{"max_new_tokens": 12,
                               "before": {"score": 0.09, "low": 0.06, "high": 0.13, "count": 256},
                               "after": {"score": 0.62, "low": 0.56, "high": 0.68, "count": 256}}],
-             "findings": [{"check": "truncation", "severity": "problem", "first_step": 20, "last_step": 60}]}
+             "findings": [{"check": "truncation", "severity": "problem", "first_step": 20, "last_step": 60,
+                           "remedy": "Try sampling.max_new_tokens = 16 (now 8)"}]}
 
         The first evaluation is the one at the training's token limit. "score_kind" is a key of
         `covey.tracking.score_kinds.SCORE_KINDS`, whose `estimate` computes the inner tables: "accuracy" if the reward

@@ -91,10 +91,10 @@ CASES: dict[str, Case] = {
         silent=[
             {"reward/std": 1.1e-6},
             {"reward/mean": [0.5, 0.6] * 15},
-            {"steps": 9},
+            {"steps": 1},
             {"reward/std": [0.1] + [0.0] * 29},
         ],
-        fires=[{"steps": 10}, {"config": {"environment": {}}}],
+        fires=[{"steps": 2}, {"config": {"environment": {}}}],
     ),
     "reward saturation": Case(
         LANGUAGE,
@@ -128,10 +128,14 @@ CASES: dict[str, Case] = {
                 "score/mean": [-480.0] * 10 + [-90.0, -80.0] * 10,
             },
             {"steps": 9},
+            {"groups/zero_advantage_fraction": 1.0, "steps": 1},
+            {"groups/zero_advantage_fraction": [1.0, 1.0, 0.9], "steps": 3},
+            {"groups/zero_advantage_fraction": 1.0, "score/mean": 0.95, "steps": 3},
         ],
         fires=[
             {"score/mean": 0.94},
             {"score/mean": 1.01},  # no accuracy
+            {"groups/zero_advantage_fraction": [0.5, 1.0, 1.0], "steps": 3},
             {"reward/mean": then(0.2, 0.9), "reward/std": then(0.4, 0.101)},
             {"reward/mean": then(0.9, 0.2), "reward/std": then(0.4, 0.1)},
             {"config": {"sampling": {"group_size": 4}}},

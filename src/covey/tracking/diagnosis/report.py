@@ -44,7 +44,7 @@ def _evaluations(path: Path) -> Sequence[Mapping[str, Any]]:
 def brief(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The findings as `summary.json` has them.
 
-    >>> [{"check": "truncation", "severity": "problem", "first_step": 20, "last_step": 60}]
+    >>> [{"check": "truncation", "severity": "problem", "first_step": 20, "last_step": 60, "remedy": "Try ..."}]
     """
     return [
         {
@@ -52,6 +52,7 @@ def brief(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "severity": finding.severity,
             "first_step": finding.first_step,
             "last_step": finding.last_step,
+            "remedy": finding.remedy,
         }
         for finding in findings
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from covey.tracking.diagnosis.finding import Check, Seen
 from covey.tracking.diagnosis.history import CERTAIN, RECENT, History, error_of, in_errors
 from covey.tracking.diagnosis.settings import Settings
 
+DEAD_STEPS = 2  # in a row, at the beginning of a run, after which more of them are no use
 NO_SIGNAL = 0.75  # fraction of groups without signal at which the standard error of the gradient has doubled
 NEXT_TO_NO_SIGNAL = 0.95
 SMALL_GROUP = 3  # in groups of 2 at least half, of 3 a quarter have equal rewards, if rewards are 0 or 1
@@ -23,7 +26,7 @@ FAILED, MANY_FAILED = 0.01, 0.1  # fractions of the rollouts
 
 def constant_reward(history: History, settings: Settings) -> Seen | None:
     rewards, spread = history.of("reward/mean"), history.of("reward/std")
-    if spread.count < RECENT or rewards.count < RECENT:
+    if min(spread.count, rewards.count) < DEAD_STEPS:
         return None
     if max(spread.highest, _range(history)) > EQUAL * max(1.0, abs(rewards.highest)):
         return None
@@ -31,6 +34,8 @@ def constant_reward(history: History, settings: Settings) -> Seen | None:
         "a start from which some episodes earn more, a reward on the way to the goal, or "
         + settings.change("loss.entropy_coefficient", 0.01)
         if settings.is_control
+        else "harder prompts, and read rollouts/: does the reward refuse a wrong answer?"
+        if is_solved(history, settings)
         else "covey check, and read rollouts/: does the reward find the answer in the completions?"
     )
     return Seen(
@@ -78,10 +83,14 @@ def group_too_small(history: History, settings: Settings) -> Seen | None:
 
 
 def groups_without_signal(history: History, settings: Settings) -> Seen | None:
-    without, spread = history.level("groups/zero_advantage_fraction"), history.level("reward/std")
+    spread = history.level("reward/std")
+    without, steps = history.level("groups/zero_advantage_fraction"), RECENT
+    if without is None:  # too few steps for a level
+        first = history.recent("groups/zero_advantage_fraction", DEAD_STEPS)
+        without, steps = min(first) if len(first) == DEAD_STEPS else None, DEAD_STEPS
     if (
         without is None
-        or without < NO_SIGNAL
+        or without < (NO_SIGNAL if steps == RECENT else 1.0)
         or group_too_small(history, settings)
         or constant_reward(history, settings)
     ):
@@ -95,7 +104,7 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
     mean = history.level("reward/mean")
     rewards = "" if mean is None or spread is None else f" (mean reward {mean:.3g}, standard deviation {spread:.2g})"
     return Seen(
-        f"{without:.0%} of the groups of the last {RECENT} steps had equal rewards{rewards}",
+        f"{without:.0%} of the groups of the last {steps} steps had equal rewards{rewards}",
         f"Try {_more_signal(history, settings)}",
         "problem" if without >= NEXT_TO_NO_SIGNAL else "warning",
     )
@@ -130,9 +139,10 @@ def _at_its_best(history: History) -> bool:
 
 def is_solved(history: History, settings: Settings) -> bool:
     """True if the score is at the return that the recipe expects, or is an accuracy near 1."""
-    level = history.level("score/mean")
-    if level is None:
+    scores = history.recent("score/mean")
+    if not scores:
         return False
+    level = median(scores)
     if settings.is_control:
         return settings.goal is not None and level >= settings.goal
     return SOLVED <= level <= 1
@@ -243,7 +253,7 @@ CHECKS = (
         "constant reward",
         ("reward/mean", "reward/std"),
         constant_reward,
-        f"reward/std and the range of reward/mean are 0 since the first step, for at least {RECENT} steps",
+        f"reward/std and the range of reward/mean are 0 since the first step, for at least {DEAD_STEPS} steps",
         "If every rollout earns the same, no rollout is better than another and there is no gradient. Usually the "
         "reward does not find the answer, or the task is out of reach of the policy.",
     ),
@@ -262,8 +272,9 @@ CHECKS = (
         ("groups/zero_advantage_fraction", "reward/mean", "reward/std", "score/mean"),
         groups_without_signal,
         f"the median fraction of groups with equal rewards is at least {NO_SIGNAL:.0%} (problem: "
-        f"{NEXT_TO_NO_SIGNAL:.0%}), and the task is not solved (accuracy {SOLVED:.0%}, or the expected return; in an "
-        "environment without one, a score that has risen or stands at its maximum)",
+        f"{NEXT_TO_NO_SIGNAL:.0%}), or in a run of fewer than {RECENT} steps all groups of the last {DEAD_STEPS} "
+        f"steps have, and the task is not solved (accuracy {SOLVED:.0%}, or the expected return; in an environment "
+        "without one, a score that has risen or stands at its maximum)",
         "A group whose rewards are all equal has advantages of 0 and no gradient. At 75 % the standard error of the "
         "gradient is twice that of all groups, for the same cost of sampling.",
         "1 / sqrt(1 - 0.75) = 2; DAPO (arXiv 2503.14476, section 3.2) replaces such groups",
