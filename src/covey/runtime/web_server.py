@@ -210,8 +210,8 @@ class _Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """True if no whole head of a request has come."""
-        return self.conn.their_state is h11.IDLE
+        """True if it is open, and no whole head of a request has come."""
+        return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -99,7 +99,7 @@ def read_sender(info: Mapping[str, Any]) -> dict[str, Any]:
     """
     address, port = info.get("address"), info.get("port")
     try:
-        ipaddress.ip_address(address if isinstance(address, str) else "")
+        ipaddress.IPv4Address(address if isinstance(address, str) else "")
     except ValueError:
         raise wire.BadBody("init_info.address must be an address such as 127.0.0.1") from None
     if type(port) is not int or not 0 < port < 65536:
