@@ -107,7 +107,7 @@ def read_sender(info: Mapping[str, Any]) -> dict[str, Any]:
     for name, only in (("world_size", PAIR), ("rank_offset", RECEIVER)):
         if type(info.get(name)) is not int or info[name] != only:
             raise wire.BadBody(f"init_info.{name} must be {only}: a group has the run and one server")
-    seconds = info.get("timeout_seconds")
+    seconds: Any = info.get("timeout_seconds")
     if type(seconds) not in (int, float) or not 0 < seconds <= STORE_SECONDS:
         raise wire.BadBody(f"init_info.timeout_seconds must be a number up to {STORE_SECONDS:g}")
     return {"address": address, "port": port, "seconds": float(seconds)}
