@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
 from contextlib import suppress
@@ -12,8 +11,9 @@ from pathlib import Path
 from covey.config.common import ConfigError
 from covey.config.faults import path_error
 from covey.config.fields import missing_file
+from covey.config.token_text import token_in
 
-LARGEST_TOKEN = 1 << 10  # bytes
+LARGEST_TOKEN = 1 << 10  # bytes, as in covey_vllm
 
 
 def default_token_file() -> Path:
@@ -36,16 +36,16 @@ def read_token(path: Path, name: str) -> str:
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
-            content = file.read(LARGEST_TOKEN + 1).strip()
+            content = file.read(2 * LARGEST_TOKEN)
     except OSError as error:
         raise path_error(error, f"{name}: {path} cannot be read") from error
     if found.st_uid != os.getuid():
         raise ConfigError(f"{name}: {path} belongs to another user: use a file of your own")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{name}: {path} may be read or changed by others: run chmod 600 {path}")
-    if not re.fullmatch(rb"[\x21-\x7e]{1,%d}" % LARGEST_TOKEN, content):
+    if not (token := token_in(content, LARGEST_TOKEN)):
         raise ConfigError(f"{name}: {path} has no token: one word of printable ASCII characters is needed")
-    return content.decode()
+    return token
 
 
 def own_token(path: Path) -> str:

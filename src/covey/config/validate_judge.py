@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,10 +16,10 @@ from covey.config.common import ConfigError
 from covey.config.fields import missing_file
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.judge import JudgeFields
+from covey.config.token_text import LARGEST_TOKEN, token_in
 
 ENDPOINT = "/chat/completions"
 LARGEST_PROMPT = 1 << 20  # bytes of judge_prompt_file
-LARGEST_TOKEN = 1 << 14  # bytes of judge_token_file
 
 
 def check_judge(reward: Any, where: str) -> None:
@@ -188,20 +189,33 @@ def _check_token(reward: Any, where: str) -> None:
     variable, file = reward.judge_token_variable, reward.judge_token_file
     if variable and file:
         raise ConfigError(f"{where} has both judge_token_variable and judge_token_file: give one")
-    if variable:
-        source, token = f"the environment variable {variable}", os.environ.get(variable, "").encode(errors="replace")
-        if not token.strip():
-            named = f" {variable}" if re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) else ""  # others may be a token
-            raise ConfigError(
-                f"{where}: judge_token_variable is the name of an environment variable, not the token, and there is no "
-                f"variable{named} with a value: set it"
-            )
-    elif file:
-        path = user_path(file, f"{where}: judge_token_file: ")
-        if not path.is_file():
-            raise ConfigError(f"{where}: judge_token_file: {missing_file(path, file)}")
-        source, token = file, read_file(path, LARGEST_TOKEN)
-    else:
-        return
-    if not re.fullmatch(rb"[\x21-\x7e]+", token.strip()):
-        raise ConfigError(f"{where}: {source} holds no token: one word of printable ASCII characters is needed")
+    if variable and not os.environ.get(variable, "").strip():
+        named = f" {variable}" if re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) else ""  # others may be a token
+        raise ConfigError(
+            f"{where}: judge_token_variable is the name of an environment variable, not the token, and there is no "
+            f"variable{named} with a value: set it"
+        )
+    path = user_path(file, f"{where}: judge_token_file: ") if file else Path()
+    if file and not path.is_file():
+        raise ConfigError(f"{where}: judge_token_file: {missing_file(path, file)}")
+    if variable or file:
+        try:
+            judge_token(variable, str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def judge_token(variable: str, file: str) -> str:
+    """The token in an environment variable, or in a file if no variable is named.
+
+    Raises:
+        ConfigError: if there is none that can be sent in a header. The token is not in the message.
+        MachineError: if the file cannot be read.
+    """
+    source = f"the environment variable {variable}" if variable else file
+    content = os.environb.get(os.fsencode(variable), b"") if variable else read_file(Path(file), 2 * LARGEST_TOKEN)
+    if not (token := token_in(content)):
+        raise ConfigError(
+            f"{source} holds no token: one word of at most {LARGEST_TOKEN:,} printable ASCII characters is needed"
+        )
+    return token

@@ -52,7 +52,7 @@ def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
         settings = _settings(options, vllm, folder, port, PRECISIONS[dtype_name(machine.dtype)])
         client = Client(address, token, TIMEOUT_SECONDS)
         say(f"starting vLLM with {options.model} in {dtype_name(machine.dtype)} at {address}; this takes minutes")
-        with VllmProcess(settings, _log_file(port)) as process:
+        with VllmProcess(settings, _log_file(port), token) as process:
             seconds = process.wait_until(lambda: _answers(client), say)
             say(f"vLLM has started after {seconds:.0f} s; its output is in {process.log}")
             policy = LanguagePolicy(loaded.module.requires_grad_(False))

@@ -20,6 +20,7 @@ from covey.tracking.run_folder import METRICS_FILE
 LONGEST_LINE = 4 << 20  # bytes; a longer one counts as damaged
 MOST_COLUMNS = 1000  # metrics of a run; later ones are left out
 MOST_VALUES = 16 << 20  # steps times metrics; then every second step is dropped
+LARGEST_FILE = 4 << 30  # bytes; a larger file has no steps
 _CHUNK = 1 << 20
 _TAIL = 64  # bytes before the place that was read last; if they change, the file is another one
 
@@ -70,7 +71,7 @@ class MetricTable:
             self._forget()
         self._file = status.st_dev, status.st_ino
         file.seek(self._offset)
-        for line in self._whole_lines(file):
+        for line in self._whole_lines(file, status.st_size if status.st_size <= LARGEST_FILE else 0):
             self._append(line)
         file.seek(max(0, self._offset - _TAIL))
         self._tail = file.read(min(_TAIL, self._offset))
@@ -83,9 +84,10 @@ class MetricTable:
         file.seek(self._offset - len(self._tail))
         return file.read(len(self._tail)) == self._tail
 
-    def _whole_lines(self, file: BinaryIO) -> Iterator[bytes]:
+    def _whole_lines(self, file: BinaryIO, end: int) -> Iterator[bytes]:
+        """The new lines before `end`, because a file could grow faster than it is read."""
         rest = b""
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(min(_CHUNK, max(0, end - file.tell()))):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 self._offset += len(line) + 1

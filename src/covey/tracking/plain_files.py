@@ -60,6 +60,18 @@ def read_below(folder: Path, *parts: str, most: int = LARGEST_FILE) -> bytes:
     return content[:most]
 
 
+def read_end(folder: Path, *parts: str, most: int) -> tuple[bytes, bool]:
+    """The last bytes of a plain file below `folder`, at most `most`, and True if they are all.
+
+    Raises:
+        Refused, OSError: as `open_below`.
+    """
+    with open_below(folder, *parts) as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most)
+        file.seek(begin)
+        return file.read(most), not begin
+
+
 def files_below(folder: Path, *parts: str) -> list[tuple[str, os.stat_result]]:
     """Name and status of each plain file in a folder below `folder`, in no order; empty if there is no such folder.
 

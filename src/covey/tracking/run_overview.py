@@ -18,6 +18,7 @@ from rich.text import Text
 
 from covey.config.fields import printable
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
+from covey.tracking.plain_files import Refused, read_end
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import RunState, last_change, last_step, run_state
@@ -197,9 +198,8 @@ def _results(
 
 def _last_evaluation(run_dir: Path) -> float | None:
     """The last held-out score that was measured during training."""
-    with suppress(OSError), open(run_dir / METRICS_FILE, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
-        for line in reversed(file.read().split(b"\n")[:-1]):
+    with suppress(OSError, Refused):
+        for line in reversed(read_end(run_dir, METRICS_FILE, most=LAST_BYTES)[0].split(b"\n")[:-1]):
             with suppress(ValueError, RecursionError):
                 if b"eval/score" in line and (score := number(table(json.loads(line)).get("eval/score"))) is not None:
                     return score

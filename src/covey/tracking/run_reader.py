@@ -24,7 +24,7 @@ from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOL
 from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
-LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON or TOML file
+LARGEST_DOCUMENT = 2 << 20  # bytes of a JSON or TOML file; real ones have a few kilobytes
 STEP_FILE = re.compile(r"step_([0-9]{6,15})\.jsonl", re.ASCII)
 LIMITS = ("length", "truncated")  # values of "end" of a rollout that a limit stopped, as in `EndReason.is_limit`
 _GROUP = re.compile(rb'\{"step": ?[0-9]+, ?"group": ?([0-9]+)[,}]')  # how `run_store` begins a line

@@ -28,6 +28,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from covey.config.model_sources import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE, MANIFEST_FILE
+from covey.tracking.plain_files import Refused, read_end
 from covey.tracking.run_folder import LOCK_FILE, LOG_FILE, METRICS_FILE, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
 
@@ -99,18 +100,16 @@ def last_step(run_dir: Path) -> int:
     """The step of the last undamaged line of the metrics file; 0 before the first. Only the file's end is read."""
     for size in (_LAST_BYTES, _LONGEST_LINE):
         try:
-            with open(run_dir / METRICS_FILE, "rb") as file:
-                begin = max(0, file.seek(0, os.SEEK_END) - size)
-                file.seek(begin)
-                lines = file.read().splitlines()
-        except OSError:
+            content, is_whole = read_end(run_dir, METRICS_FILE, most=size)
+        except (OSError, Refused):
             return 0
-        for line in reversed(lines[1:] if begin else lines):
+        lines = content.splitlines()
+        for line in reversed(lines if is_whole else lines[1:]):
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 step = json.loads(line)["step"]
                 if type(step) is int and step > 0:
                     return step
-        if not begin:
+        if is_whole:
             break
     return 0
 

@@ -16,7 +16,7 @@ from covey.config.terminal import say
 from covey.runtime.web_server import WebServer, listen, web_server
 from covey.tracking.run_state import find_runs, is_run
 from covey.watch.answers import Answers
-from covey.watch.guard import LARGEST_HEAD, MOST_CONNECTIONS
+from covey.watch.guard import HEADERS, MOST_CONNECTIONS, MOST_WAITING, refuse
 from covey.watch.indexer import Indexer
 from covey.watch.library import Library
 from covey.watch.server import Server
@@ -53,14 +53,15 @@ def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = Fal
 
 
 def page_server(library: Library, indexer: Indexer) -> WebServer:
-    """The server of the page; `run(sockets=[...])` ends at SIGINT or SIGTERM, with every stream of events."""
+    """The server of the page; `run(sockets=[...])` ends at a signal, with every stream of events."""
 
     def is_ending() -> bool:
         return running.should_exit
 
     app = Server(Answers(library, indexer), is_ending).app()
-    limits = {"h11_max_incomplete_event_size": LARGEST_HEAD, "limit_concurrency": MOST_CONNECTIONS}
-    running = web_server(app, http="h11", proxy_headers=False, date_header=False, **limits)
+    running = web_server(
+        app, refuse, most_waiting=MOST_WAITING, most_connections=MOST_CONNECTIONS, headers=HEADERS.items()
+    )
     return running
 
 

@@ -19,7 +19,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
 from covey.llm.remote.weights import gathered
-from helpers.samplers import TOKEN, Serving, serving, token_file, wait_for
+from helpers.samplers import TOKEN, Serving, free_port, serving, token_file, wait_for
 from helpers.tiny_models import tiny_folder, tiny_model
 
 ENDS = frozenset(range(1, 85, 11))
@@ -129,19 +129,17 @@ def test_a_request_for_other_weights_or_a_prompt_that_is_too_long_is_refused(ser
     assert "positions" in body["error"]["message"]
 
 
-def test_weights_that_are_not_numbers_serve_no_completion(server: Serving, folder: Path) -> None:
-    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights_of(0).items()}
-    assert update(server, written(folder, broken), "nan") == [200] * 3
-    (status, body), *_ = generated(server, "nan", requests()[:1])
-    assert (status, body["error"]["reason"]) == (422, "non-finite logits")
-    assert update(server, written(folder, weights_of(0)), "again") == [200] * 3
-    assert choices(generated(server, "again", requests()))
+def sparse(path: Path) -> Path:
+    with open(path, "wb") as file:
+        file.truncate(1 << 42)
+    return path
 
 
 def bad_updates(folder: Path) -> dict[str, dict[str, Any]]:
     """Updates that must fail, by what is wrong with them."""
     whole = weights_of(9)
     name = next(iter(whole))
+    infinite = whole[name].index_fill(0, torch.tensor(0), torch.inf)
     good = written(folder, whole, "good")
     cut = folder / "weights" / "cut.safetensors"
     cut.write_bytes(Path(good["path"]).read_bytes()[:-100])
@@ -169,6 +167,9 @@ def bad_updates(folder: Path) -> dict[str, dict[str, Any]]:
         "other shape": written(folder, whole | {name: whole[name][:-1]}, "shape"),
         "other dtype": written(folder, whole | {name: whole[name].bfloat16()}, "dtype"),
         "missing tensor": written(folder, {key: whole[key] for key in whole if key != name}, "missing_tensor"),
+        "not a number": written(folder, whole | {name: torch.full_like(whole[name], torch.nan)}, "nan"),
+        "one infinite row": written(folder, whole | {name: infinite}, "inf"),
+        "larger than the model": good | {"path": str(sparse(folder / "weights" / "sparse"))},
         "further tensor": written(folder, whole | {"further": torch.zeros(1)}, "further"),
         "no path": {"sha256": good["sha256"]},
         "group without a group": {"names": [], "dtypes": [], "shapes": [], "sha256": good["sha256"]},
@@ -272,7 +273,6 @@ def test_a_server_refuses_to_start_where_others_could_use_it(folder: Path) -> No
 
 def test_the_token_of_this_machine_is_created_for_its_owner_alone(folder: Path) -> None:
     from helpers.run_helpers import start
-    from helpers.samplers import Serving, free_port
 
     port = free_port()
     config = folder / "new_config"

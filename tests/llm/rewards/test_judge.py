@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import re
 import socket
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import example, given
@@ -517,6 +520,53 @@ def test_the_token_is_sent_and_never_shown(build, monkeypatch, tmp_path: Path, c
     written = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
     assert "[token] gets 1" in written
     assert TOKEN not in written + "".join(capfd.readouterr())
+
+
+FORMS = {
+    "quoted": lambda token: quote(token, safe=""),
+    "json": lambda token: json.dumps({"error": {"message": f"bad key {token}"}}),
+    "basic": lambda token: "Basic " + base64.b64encode(f"user:{token}".encode()).decode(),
+    "repr": lambda token: repr({"Authorization": f"Bearer {token}"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_of_the_token_reaches_an_error_or_a_reply(build, form: str, tmp_path: Path) -> None:
+    token = "tok/en+5d'41%40\"2abc\\4b2a76"
+    (tmp_path / "secret").write_text(token)
+    text = FORMS[form](token)
+
+    def answer(asked: Asked) -> None:
+        kind = asked.question.split("|")[1]
+        if kind == "moved":
+            asked.send(b"", 302, Location=f"http://127.0.0.1/login?from={text}")
+        elif kind == "said":
+            asked.say(f"{text} gets 1")
+        else:
+            asked.send(text.encode(), int(kind))
+
+    with JudgeServer(answer) as server:
+        one = build(server, judge_token_file=str(tmp_path / "secret"))
+        columns = {"prompts": ["p"] * 4, "completions": ["403", "200", "moved", "said"], "answer": ["y"] * 4}
+        results = one.rewards[0].caller.call(columns, 0, 60.0)
+    shown = json.dumps([results.errors, results.extras], ensure_ascii=False)
+    for part in (text, token, *(json.dumps(known)[1:-1] for known in (text, token))):
+        assert part not in shown
+    assert shown.count("[token]") >= 4
+
+
+@pytest.mark.parametrize("content", ["tok\nen", "tok\r\nX-Other: en", "two words", "tok\x00en", "töken", "x" * 5000])
+def test_a_token_that_cannot_be_sent_is_refused_where_it_is_read(build, content: str, tmp_path: Path) -> None:
+    """The file was changed after the recipe was checked."""
+    path = tmp_path / "secret"
+    path.write_text(TOKEN)
+    with JudgeServer(lambda asked: asked.say("1")) as server:
+        one = build(server, judge_token_file=str(path))
+        path.write_bytes(content.encode())
+        [error] = errors_of(one, [group("a", answer="x")])
+        assert not server.questions
+    assert error.startswith(f"was not asked: {path} holds no token: one word")
+    assert content[:4] not in error.replace(str(path), "").replace("token", "")
 
 
 def test_the_token_of_a_file(build, tmp_path: Path) -> None:

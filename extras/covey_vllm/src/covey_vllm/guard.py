@@ -61,10 +61,10 @@ class Guard:
 def _read_token() -> bytes:
     path = Path(os.environ.get(TOKEN_FILE, ""))
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe would block
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
                 raise ValueError(f"{TOKEN_FILE}: {path} may be read or changed by others: run chmod 600 {path}")
-            content = file.read(LARGEST_TOKEN + 1).strip()
+            content = (file.read(2 * LARGEST_TOKEN) or b"").strip()
     except OSError as error:
         raise ValueError(f"{TOKEN_FILE} must name the file with the access token ({error})") from None
     if not re.fullmatch(rb"[\x21-\x7e]{1,%d}" % LARGEST_TOKEN, content):

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 
+from covey.config.token_text import hide
 from covey.llm.generation.generator import FailureReason, GenerationFailure
 from covey.llm.remote import wire
 
@@ -22,7 +23,6 @@ CONNECT_SECONDS = 10.0
 STATUS_SECONDS = 20.0  # of a request without work for the server
 LONGEST_REASON = 200  # characters of a server's own text in a message
 MOST_ANSWER_BYTES = 1 << 20  # of every route but the one that generates
-HIDDEN = "[token]"
 
 
 class LostServer(Exception):
@@ -119,7 +119,7 @@ class Client:
 
     def _own_words(self, text: str) -> str:
         """A text from outside in one line, without the token."""
-        line = "".join(c if c.isprintable() else " " for c in text.replace(self.token, HIDDEN))
+        line = "".join(c if c.isprintable() else " " for c in hide(text, self.token))
         line = " ".join(line.split())
         return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
 
@@ -138,4 +138,4 @@ def _error_of(content: bytes) -> tuple[str, str]:
             return str(error.get("reason", "")), str(error.get("message", ""))
         return "", str(error)
     except (wire.BadBody, LookupError, TypeError):
-        return "", content[:1000].decode(errors="replace")
+        return "", content.decode(errors="replace")

@@ -28,8 +28,10 @@ from covey.llm.remote.staging import BadWeights, dtype_name
 
 SENDER, RECEIVER, PAIR = 0, 1, 2  # ranks and size of a group
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST_DIMENSIONS = 8  # of a tensor
 Gloo = Any  # a ProcessGroupGloo; torch declares few of its methods
 STORE_SECONDS = 60.0  # in which both ends must have connected
+REACH_SECONDS = 5.0  # in which the sender, who listens before it asks, must accept a connection
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,18 @@ def read_sender(info: Mapping[str, Any]) -> dict[str, Any]:
     """
     address, port = info.get("address"), info.get("port")
     try:
-        ipaddress.ip_address(address if isinstance(address, str) else "")
+        ipaddress.IPv4Address(address if isinstance(address, str) else "")
     except ValueError:
         raise wire.BadBody("init_info.address must be an address such as 127.0.0.1") from None
     if type(port) is not int or not 0 < port < 65536:
         raise wire.BadBody("init_info.port must be a port")
-    return {"address": address, "port": port}
+    for name, only in (("world_size", PAIR), ("rank_offset", RECEIVER)):
+        if type(info.get(name)) is not int or info[name] != only:
+            raise wire.BadBody(f"init_info.{name} must be {only}: a group has the run and one server")
+    seconds: Any = info.get("timeout_seconds")
+    if type(seconds) not in (int, float) or not 0 < seconds <= STORE_SECONDS:
+        raise wire.BadBody(f"init_info.timeout_seconds must be a number up to {STORE_SECONDS:g}")
+    return {"address": address, "port": port, "seconds": float(seconds)}
 
 
 def read_announced(info: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -119,7 +127,8 @@ def read_announced(info: Mapping[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         kind = next((one for one in DTYPES if dtype_name(one) == dtype), None)
-        whole = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+        whole = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
+        whole = whole and all(type(size) is int and 0 <= size < 2**40 for size in shape)
         if kind is None or not whole or math.prod(shape) >= 2**60:
             raise wire.BadBody("update_info has a dtype or a shape that no weights have")
         found[name] = torch.empty(shape, dtype=kind, device="meta")
@@ -132,11 +141,12 @@ def connect_to_sender(info: Mapping[str, Any]) -> Gloo:
     Raises:
         BadWeights: if the sender cannot be reached.
     """
-    wait = timedelta(seconds=STORE_SECONDS)
+    sender = info["address"], info["port"]
     try:
-        store = TCPStore(info["address"], info["port"], PAIR, False, timeout=wait)
-        return make_group(store, RECEIVER, _own_address(info["address"]), STORE_SECONDS)
-    except RuntimeError as error:
+        socket.create_connection(sender, REACH_SECONDS).close()  # the store would try again for all its time
+        store = TCPStore(*sender, PAIR, False, timeout=timedelta(seconds=info["seconds"]))
+        return make_group(store, RECEIVER, _own_address(info["address"]), info["seconds"])
+    except (OSError, RuntimeError) as error:
         raise BadWeights("the process group of the weights could not be made") from error
 
 

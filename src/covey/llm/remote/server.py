@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from torch import Tensor
 
 from covey.llm.generation.engine import Engine
@@ -30,11 +30,12 @@ from covey.llm.model.stop_strings import stop_strings
 from covey.llm.remote import wire
 from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
 from covey.llm.remote.staging import BadWeights, check_weights, read_weights
-from covey.runtime.web_server import failure, json_response, one_line, web_server
+from covey.runtime.web_server import Refusal, Refuse, failure, json_response, one_line, web_server
 
 T = TypeVar("T")
 
-MOST_BODY_BYTES = 64 << 20
+MOST_BODY_BYTES = 64 << 10
+MOST_LISTED_BYTES = 16 << 20  # of a body that lists tokens or tensors
 FIRST_VERSION = ""  # of the weights that the model was loaded with; no run requests it
 
 
@@ -70,7 +71,7 @@ class Server:
 
     async def generate(self, request: Request) -> Response:
         vocabulary = vocabulary_of(self.engine.policy.module)
-        body, version = await _body(request), self.version
+        body, version = await _body(request, MOST_LISTED_BYTES), self.version
         stop = partial(stop_strings, self.chat)
         asked = wire.read_request(body, vocabulary, (version, self.engine.version), stop)
         result = await _unless_disconnected(request, self.engine.generate(asked))
@@ -90,7 +91,10 @@ class Server:
         folder = info.get("folder") if isinstance(info, dict) else None
         if not isinstance(folder, str):
             raise wire.BadBody("init_info.folder must be the folder of the files with weights")
-        real = Path(folder).resolve()
+        try:
+            real = Path(folder).resolve()
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: links that lead to each other
+            raise wire.BadBody("init_info.folder is not a path") from None
         if not any(own.resolve() in (real, *real.parents) for own in self.folders):
             places = " or ".join(map(str, self.folders))
             raise Conflict(f"weights are read from files below {places} alone: start the server with --folder")
@@ -108,7 +112,7 @@ class Server:
 
     async def receive(self, request: Request) -> Response:
         """Read the weights and check them; the model keeps its own."""
-        info = (await _body(request)).get("update_info")
+        info = (await _body(request, MOST_LISTED_BYTES)).get("update_info")
         if not isinstance(info, dict):
             raise wire.BadBody("update_info must be an object")
         update = self._open_update(wire.read_version(info.get("weight_version")))
@@ -128,7 +132,7 @@ class Server:
         if not isinstance(sha256, str):
             raise wire.BadBody("update_info must have the checksum sha256")
         if isinstance(path := info.get("path"), str):
-            return read_weights(path, sha256, self.folders)
+            return read_weights(path, sha256, self.folders, sum(own.nbytes for own in self.engine.weights.values()))
         group, self.group = self.group, None
         if group is None:
             raise Conflict("no process group was made for the weights")
@@ -170,8 +174,8 @@ class Server:
             raise Conflict("no update of this version has begun")
         return self.update
 
-    def app(self, token: str) -> ASGIApp:
-        """The routes behind their guard."""
+    def app(self) -> ASGIApp:
+        """The routes, without their gate."""
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             wire.GENERATE: self.generate,
             wire.INIT: self.init,
@@ -192,27 +196,23 @@ class Server:
             ClientDisconnect: _answer_to(499),
             Exception: _answer_to(500),
         }
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), token)
+        return Starlette(routes=routes, exception_handlers=handlers)
 
 
-class Guard:
-    """ASGI middleware: 401 without the token, for every path but `/health`."""
+def token_guard(token: str) -> Refuse:
+    """Refuses requests without the token, for every path but `/health`."""
+    expected = f"Bearer {token}".encode()
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.expected = app, f"Bearer {token}".encode()
+    def refuse(scope: Mapping[str, Any], headers: Mapping[str, str]) -> Refusal | None:
+        given = headers.get("authorization", "").encode("latin-1")
+        if scope["path"] == wire.HEALTH or hmac.compare_digest(given, expected):
+            return None
+        return Refusal(401, "token", "the access token is missing or wrong", {"www-authenticate": "Bearer"})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "http" and (scope["path"] == wire.HEALTH or hmac.compare_digest(given, self.expected)):
-            await self.app(scope, receive, send)
-            return
-        await failure(401, "token", "the access token is missing or wrong")(scope, receive, send)
+    return refuse
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> dict[str, Any]:
     """The JSON object in a request.
 
     Raises:
@@ -221,8 +221,8 @@ async def _body(request: Request) -> dict[str, Any]:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > MOST_BODY_BYTES:
-            raise wire.BadBody(f"the body has more than {MOST_BODY_BYTES >> 20} MiB")
+        if len(content) > most_bytes:
+            raise wire.BadBody(f"the body has more than {most_bytes >> 10} KiB")
     body = wire.read_json(bytes(content)) if content else {}
     if not isinstance(body, dict):
         raise wire.BadBody("the body must be an object")
@@ -258,9 +258,13 @@ def _answer_to(status: int) -> Callable[[Request, Exception], Awaitable[Response
 
 
 def serve(server: Server, token: str, listening: socket.socket) -> None:
-    """Answer requests until the process gets SIGINT or SIGTERM."""
+    """Answer requests until a signal.
+
+    Raises:
+        KeyboardInterrupt: after SIGINT, SIGTERM or SIGHUP.
+    """
     server.engine.start()
     try:
-        web_server(server.app(token)).run(sockets=[listening])
+        web_server(server.app(), token_guard(token)).run(sockets=[listening])
     finally:
         server.engine.stop()

@@ -18,13 +18,17 @@ class BadWeights(Exception):
     """Weights that are refused; the message is one line."""
 
 
-def read_weights(path: str, sha256: str, folders: Sequence[Path]) -> dict[str, Tensor]:
+LARGEST_HEADER = 64 << 20  # bytes of a safetensors file beside its weights
+
+
+def read_weights(path: str, sha256: str, folders: Sequence[Path], most_bytes: int) -> dict[str, Tensor]:
     """The tensors of a safetensors file.
 
     Args:
         path: from outside.
         sha256: checksum of the whole file, in hexadecimal digits.
         folders: the file must be below one of these; symbolic links are followed before this is checked.
+        most_bytes: of its tensors.
 
     Raises:
         BadWeights: if the file is elsewhere, cannot be read, or is not what the checksum says.
@@ -34,7 +38,7 @@ def read_weights(path: str, sha256: str, folders: Sequence[Path]) -> dict[str, T
         if not any(folder.resolve() in real.parents for folder in folders):
             places = " or ".join(map(str, folders))
             raise BadWeights(f"weights are read from files below {places} alone: start the server with --folder")
-        content = _read(real)
+        content = _read(real, most_bytes + LARGEST_HEADER)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
         raise BadWeights(f"the file of the weights cannot be read ({type(error).__name__})") from None
     if hashlib.sha256(content).hexdigest() != sha256:
@@ -45,19 +49,21 @@ def read_weights(path: str, sha256: str, folders: Sequence[Path]) -> dict[str, T
         raise BadWeights("the file of the weights is no safetensors file") from None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("no plain file")
-        return file.read()
+        if len(content := file.read(most_bytes + 1)) > most_bytes:
+            raise BadWeights("the file of the weights is larger than the served model")
+        return content
 
 
 def check_weights(staged: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Check that tensors fit a model's parameters: all of them, and nothing else.
+    """Check that tensors fit a model's parameters: all of them, and nothing else. Those of `meta` have no numbers yet.
 
     Raises:
-        BadWeights: naming the first tensor that is missing, unknown, or of another shape or dtype.
+        BadWeights: naming the first tensor that is missing, unknown, of another shape or dtype, or not finite.
     """
     for name in own:
         if name not in staged:
@@ -71,6 +77,8 @@ def check_weights(staged: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> No
         ):
             if theirs != ours:
                 raise BadWeights(f"the tensor {name} has {what} {theirs}, the served model has {ours}")
+        if not tensor.is_meta and not tensor.isfinite().all():
+            raise BadWeights(f"the tensor {name} has numbers that are not finite (NaN or infinite)")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

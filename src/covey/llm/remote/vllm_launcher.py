@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import ConfigError, RunError
+from covey.config.token_text import hide
 
 NAME = "policy"  # of the model in vLLM's routes
 MOST_BATCHED_TOKENS = 1 << 17
@@ -116,18 +117,19 @@ class VllmSettings:
 class VllmProcess:
     """A running vLLM server, the child of this process. A context manager that ends it."""
 
-    def __init__(self, settings: VllmSettings, log: Path) -> None:
+    def __init__(self, settings: VllmSettings, log: Path, token: str = "") -> None:
         """Start the process.
 
         Args:
             settings: checked here.
             log: file for its output.
+            token: the access token, which no message quotes from the output.
 
         Raises:
             ConfigError: if the settings or the environment cannot be used.
         """
         settings.check()
-        self.log = log
+        self.log, self._token = log, token
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
                 settings.arguments,
@@ -202,15 +204,14 @@ class VllmProcess:
 
     def _last_line(self) -> str:
         lines = self._lines()
-        return _plain(lines[-1]) if lines else "no output yet"
+        return self._plain(lines[-1]) if lines else "no output yet"
 
     def _errors(self) -> str:
         lines = self._lines()
         wrong = [line for line in lines if "Error" in line] or lines
-        return "; ".join(map(_plain, wrong[-LOG_LINES:])) or "no output"
+        return "; ".join(map(self._plain, wrong[-LOG_LINES:])) or "no output"
 
-
-def _plain(line: str) -> str:
-    """A line of a log as part of a message."""
-    text = "".join(c for c in line if c.isprintable()).strip()
-    return text if len(text) <= 160 else text[:160] + "..."
+    def _plain(self, line: str) -> str:
+        """A line of the log as part of a message, without the token."""
+        text = "".join(c for c in hide(line, self._token) if c.isprintable()).strip()
+        return text if len(text) <= 160 else text[:160] + "..."

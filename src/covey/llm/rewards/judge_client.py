@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,7 +21,9 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from covey.config.validate_judge import is_this_machine
+from covey.config import ConfigError, MachineError
+from covey.config.token_text import hide
+from covey.config.validate_judge import is_this_machine, judge_token
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
 from covey.llm.rewards.reward_call import one_printable_line
@@ -33,7 +34,6 @@ FIRST_PAUSE_SECONDS = 0.25  # before the second attempt; doubled before each fur
 LONGEST_PAUSE_SECONDS = 8.0
 GIVE_UP_AFTER = 8  # questions in a row without a reply, or as many as are asked at a time if that is more
 RETRIED_STATUSES = (408, 409, 425, 429, *range(500, 600))
-HIDDEN = "[token]"
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class _Server:
                 with contextlib.suppress(httpx2.ConnectError):
                     return await self._exchange(body, address)
             return await self._exchange(body, last)
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             reason = self._own_words(str(error) or type(error).__name__)
             raise PassingFault(f"had no reply from {self.judge.address}: {reason}") from None
 
@@ -210,7 +210,7 @@ class _Server:
                 target = self._own_words(response.headers.get("location", "another address"))
                 raise JudgeError(f"was redirected to {target}, which is not followed: name the final address")
             content = await self._content(response)
-        return self._reply(response, content)
+        return self._reply(response, hide(content.decode(errors="replace"), self.token))
 
     async def _content(self, response: httpx2.Response) -> bytes:
         """The body of a response, of limited size. A compressed one may be of any size, so it is refused."""
@@ -223,11 +223,11 @@ class _Server:
                 raise JudgeError(f"got a reply of more than {MOST_REPLY_BYTES >> 20} MiB")
         return bytes(content)
 
-    def _reply(self, response: httpx2.Response, content: bytes) -> Reply:
+    def _reply(self, response: httpx2.Response, content: str) -> Reply:
         """The text in a response of the chat completions API."""
         status = response.status_code
         if status != 200:
-            message = f"got HTTP status {status}: {self._own_words(content.decode(errors='replace'))}"
+            message = f"got HTTP status {status}: {self._own_words(content)}"
             if status in RETRIED_STATUSES:
                 raise PassingFault(message, _retry_after(response.headers.get("retry-after", "")))
             raise JudgeError(message)
@@ -235,19 +235,15 @@ class _Server:
             choice = json.loads(content)["choices"][0]
             text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            shown = self._own_words(content.decode(errors="replace"))
-            raise PassingFault(f"got a reply that is no chat completion: {shown}") from None
+            raise PassingFault(f"got a reply that is no chat completion: {self._own_words(content)}") from None
         if not isinstance(text, str):
             raise PassingFault("got a chat completion without text")
-        return Reply(self._without_token(text.encode(errors="replace").decode()), cut)
+        return Reply(hide(text.encode(errors="replace").decode(), self.token), cut)
 
     def _own_words(self, text: str) -> str:
         """The beginning of a text from outside, in one line and without the token."""
-        line = one_printable_line(self._without_token(text))
+        line = one_printable_line(hide(text, self.token))
         return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
-
-    def _without_token(self, text: str) -> str:
-        return text.replace(self.token, HIDDEN) if self.token else text
 
 
 def _client(judge: JudgeSettings) -> httpx2.AsyncClient:
@@ -261,13 +257,12 @@ def _client(judge: JudgeSettings) -> httpx2.AsyncClient:
 
 def _token(judge: JudgeSettings) -> str:
     """The access token; empty if the judge has none."""
+    if not judge.token_variable and not judge.token_file:
+        return ""
     try:
-        if judge.token_variable:
-            return os.environ[judge.token_variable].strip()
-        return Path(judge.token_file).read_text(encoding="ascii").strip() if judge.token_file else ""
-    except (KeyError, OSError, UnicodeDecodeError):
-        source = judge.token_file or f"the environment variable {judge.token_variable}"
-        raise JudgeError(f"was not asked: there is no token in {source}") from None
+        return judge_token(judge.token_variable, judge.token_file)
+    except (ConfigError, MachineError) as error:
+        raise JudgeError(f"was not asked: {one_printable_line(str(error))}") from None
 
 
 async def _addresses(judge: JudgeSettings) -> list[str]:

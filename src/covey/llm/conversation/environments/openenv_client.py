@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ import httpx2
 from websockets.exceptions import ConnectionClosed, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from covey.config.token_text import hide, token_in
 from covey.config.validate_judge import is_local
 from covey.llm.conversation.adapter import WrongEnvironment
 from covey.llm.rewards.reward_call import one_printable_line
@@ -88,13 +88,30 @@ class Address:
         self.http = f"http{kinds[scheme]}://{rest}"
         self.websocket = f"ws{kinds[scheme]}://{rest}/ws"
         self.headers: dict[str, str] = {}
+        self.token = ""
         if token_variable:
             if not kinds[scheme] and not is_local(host):
                 raise WrongEnvironment(
                     f"the option url is {url!r}, which is not encrypted, and token_variable names an access token: use "
                     "https"
                 )
-            self.headers = {"Authorization": f"Bearer {_token(token_variable)}"}
+            self.token = _token(token_variable)
+            self.headers = {"Authorization": f"Bearer {self.token}"}
+
+    def read(self, content: str | bytes, where: str = "") -> Json:
+        """A JSON object from the server, without the token."""
+        text = content if isinstance(content, str) else content.decode(errors="replace")
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(hide(text, self.token))
+            if isinstance(found, dict):
+                return found
+        raise WrongEnvironment(
+            f"the server at {where or self.http} answered something other than a JSON object: it is no OpenEnv server"
+        )
+
+    def short(self, text: Any) -> str:
+        """A text from the server, or about it, in one line and without the token."""
+        return _short(hide(str(text) or type(text).__name__, self.token))
 
     def schema(self) -> Json:
         """JSON Schemas of the server's `action` and `observation`; {} if it does not tell them."""
@@ -103,7 +120,7 @@ class Address:
                 response = client.get(f"{self.http}/schema")
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise WrongEnvironment(
-                f"no OpenEnv server answers at {self.http} ({_short(error)}): start it, or correct the option url"
+                f"no OpenEnv server answers at {self.http} ({self.short(error)}): start it, or correct the option url"
             ) from None
         if response.status_code == 404:
             return {}
@@ -112,7 +129,7 @@ class Address:
                 f"the server at {self.http} refuses access (status {response.status_code}): give the name of an "
                 "environment variable with a valid access token in the option token_variable"
             )
-        found = _read(response.content, self.http) if response.status_code == 200 else {}
+        found = self.read(response.content) if response.status_code == 200 else {}
         if not isinstance(found.get("action"), dict):
             raise WrongEnvironment(f"the server at {self.http} is no OpenEnv server: /schema has no schema of actions")
         return found
@@ -164,8 +181,8 @@ class WebSocketClient:
             )
         except (WebSocketException, InvalidURI, OSError) as error:
             raise WrongEnvironment(
-                f"the OpenEnv server at {self._address.http} opens no session ({_short(error)}); an early version "
-                'without sessions needs the option transport = "http"'
+                f"the OpenEnv server at {self._address.http} opens no session ({self._address.short(error)}); an early "
+                'version without sessions needs the option transport = "http"'
             ) from None
 
     def _result(self, message: Json) -> Json:
@@ -173,10 +190,10 @@ class WebSocketClient:
         try:
             with contextlib.suppress(ConnectionClosed):  # a server without a free session says so before it closes
                 self._connection.send(json.dumps(message))
-            answer = _read(self._connection.recv(), self._address.http)
+            answer = self._address.read(self._connection.recv())
         except (WebSocketException, OSError) as error:
             raise WrongEnvironment(
-                f"the OpenEnv server at {self._address.http} closed the connection ({_short(error)})"
+                f"the OpenEnv server at {self._address.http} closed the connection ({self._address.short(error)})"
             ) from None
         data = answer.get("data")
         if not isinstance(data, dict):
@@ -222,12 +239,14 @@ class HttpClient:
         try:
             response = self._client.post(where, json=body)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            raise WrongEnvironment(f"the OpenEnv server does not answer {where} ({_short(error)})") from None
+            raise WrongEnvironment(
+                f"the OpenEnv server does not answer {where} ({self._address.short(error)})"
+            ) from None
         if response.status_code == 422 and route == "/step":
-            raise RefusedAction(_faults(_read(response.content, where).get("detail")))
+            raise RefusedAction(_faults(self._address.read(response.content, where).get("detail")))
         if response.status_code != 200:
             raise WrongEnvironment(f"the OpenEnv server answered {where} with status {response.status_code}")
-        return _checked(_read(response.content, where), where)
+        return _checked(self._address.read(response.content, where), where)
 
 
 class _NoSession(Exception):
@@ -236,23 +255,12 @@ class _NoSession(Exception):
 
 def _token(variable: str) -> str:
     """The value of an environment variable, which is never shown: a wrong name may be the token itself."""
-    token = os.environ.get(variable, "").strip()
-    if not re.fullmatch(r"[\x21-\x7e]+", token):
+    if not (token := token_in(os.environ.get(variable, "").encode(errors="replace"))):
         raise WrongEnvironment(
             "the option token_variable is the name of an environment variable with an access token, and there is no "
             "such variable with one word of printable ASCII characters: set it"
         )
     return token
-
-
-def _read(content: str | bytes, where: str) -> Json:
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content)
-        if isinstance(found, dict):
-            return found
-    raise WrongEnvironment(
-        f"the server at {where} answered something other than a JSON object: it is no OpenEnv server"
-    )
 
 
 def _checked(result: Json, where: str) -> Json:
@@ -273,5 +281,5 @@ def _faults(errors: Any) -> str:
 
 def _short(text: Any) -> str:
     """A text from outside in one line."""
-    line = one_printable_line(str(text) or type(text).__name__)
+    line = one_printable_line(str(text))
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
