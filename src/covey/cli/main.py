@@ -35,6 +35,7 @@ from covey.config import (
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import command, printable
 from covey.config.files import user_path
+from covey.config.named_code import named_code
 from covey.config.recipe import (
     read_recipe,
     read_tables,
@@ -153,6 +154,9 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    for line in named_code(config):
+        say(printable(line))
+    sys.stdout.flush()  # before that code prints
     check_data(config)
     from covey.experiment.run import check
 

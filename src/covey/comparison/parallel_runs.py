@@ -29,6 +29,7 @@ from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
 
 LOOK_SECONDS = 0.5  # interval of polling the runs' progress
 STOP_SECONDS = 60.0  # deadline of a run that was asked to stop; it ends after its step, or is killed
+SAFE_PATH, HERE = "PYTHONSAFEPATH", "covey"  # a variable of Python, and a value that says who has set it
 TAIL_BYTES = 1 << 16  # read from the end of a metrics file: more than its last line
 
 
@@ -81,7 +82,7 @@ class ParallelRunner:
         failures: dict[str, str] = {}
         waiting = list(jobs)
         running: list[_Running] = []
-        with self._progress() as progress, _one_thread_each(self.at_once), _terminated_as_interrupted():
+        with self._progress() as progress, _variables(self.at_once), _terminated_as_interrupted():
             total = progress.add_task("all runs", total=sum(job.config.steps for job in jobs))
             try:
                 while waiting or running:
@@ -172,6 +173,8 @@ def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) ->
     """Main function of a run's process: output goes to its log, the outcome to the parent."""
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C reaches the parent alone, which asks its processes to stop
+    if os.environ.get(SAFE_PATH) == HERE:
+        del os.environ[SAFE_PATH]  # a script that the user's code starts finds the modules beside it
     log = os.open(job.run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -202,20 +205,20 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _one_thread_each(at_once: int) -> Iterator[None]:
-    """Limit the threads of NumPy's products if several runs share the cores.
+def _variables(at_once: int) -> Iterator[None]:
+    """Context manager with the environment in which the processes start, among them those of multiprocessing.
 
-    The processes read this when they load NumPy, so it cannot be set in them.
+    Modules of the working folder are not imported (PYTHONSAFEPATH), and if several runs share the cores, NumPy's
+    products have one thread, which cannot be set later than NumPy is loaded.
     """
-    name = "OPENBLAS_NUM_THREADS"
-    if at_once == 1 or name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
+    wanted = {SAFE_PATH: HERE} | ({"OPENBLAS_NUM_THREADS": "1"} if at_once > 1 else {})
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
