@@ -3,9 +3,6 @@
 import os
 import sys
 
-if __name__ == "__main__" and __spec__ is not None and not sys.flags.safe_path and sys.path[0] == os.getcwd():
-    del sys.path[0]  # `python -m` puts the working folder there, whose files would be imported as modules
-
 
 def main() -> None:
     """Run the command line; Ctrl-C while its modules are still imported leaves no traceback."""

@@ -14,7 +14,7 @@ from covey.config import ConfigError
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.terminal import say
-from covey.tracking.output import expect_early_end
+from covey.tracking.output import expect_early_end, plain_console
 
 ROOT = "runs"
 STATES = ("running", "finished", "stopped", "crashed")
@@ -98,8 +98,6 @@ def list_action(arguments: argparse.Namespace) -> None:
     expect_early_end()
     states = _states(arguments.state)
     folders = find_named_runs([arguments.folder])
-    from rich.console import Console
-
     from covey.tracking.run_overview import SORT_KEYS, overview, overview_table
 
     runs = [
@@ -118,7 +116,7 @@ def list_action(arguments: argparse.Namespace) -> None:
         say(f"none of the {plural(len(folders), 'run')} is like that")
         return
     width = None if sys.stdout.isatty() else WIDE
-    Console(width=width, markup=False, highlight=False).print(overview_table(runs))
+    plain_console(width=width).print(overview_table(runs))
 
 
 def prune_action(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
 from covey.config.faults import machine_error
+from covey.runtime.safe_path import leave_safe_path, safe_path, variable
+from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
 
 LOOK_SECONDS = 0.5  # interval of polling the runs' progress
 STOP_SECONDS = 60.0  # deadline of a run that was asked to stop; it ends after its step, or is killed
-SAFE_PATH, HERE = "PYTHONSAFEPATH", "covey"  # a variable of Python, and a value that says who has set it
 TAIL_BYTES = 1 << 16  # read from the end of a metrics file: more than its last line
 
 
@@ -69,7 +70,7 @@ class ParallelRunner:
     work: Callable[[SeedJob], Any]
     at_once: int
     preload: Sequence[str] = ()  # modules that every process needs
-    console: Console = field(default_factory=Console)
+    console: Console = field(default_factory=plain_console)
 
     def run(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
         """Run every job; returns name -> reason of those that failed.
@@ -82,7 +83,7 @@ class ParallelRunner:
         failures: dict[str, str] = {}
         waiting = list(jobs)
         running: list[_Running] = []
-        with self._progress() as progress, _variables(self.at_once), _terminated_as_interrupted():
+        with self._progress() as progress, _one_thread_each(self.at_once), safe_path(), _terminated_as_interrupted():
             total = progress.add_task("all runs", total=sum(job.config.steps for job in jobs))
             try:
                 while waiting or running:
@@ -99,7 +100,12 @@ class ParallelRunner:
         return failures
 
     def _progress(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def _start(self, job: SeedJob, progress: Progress, running: list[_Running]) -> None:
@@ -138,7 +144,7 @@ class ParallelRunner:
         if kind == "failed":
             failures[one.job.name] = text
         if kind == "failed" or not self.console.is_terminal:
-            self.console.print(f"{one.job.name}: {text}", soft_wrap=True, markup=False, highlight=False)
+            self.console.print(f"{one.job.name}: {text}", soft_wrap=True)
 
     def _stop(self, running: Sequence[_Running]) -> None:
         """Terminate the runs: each writes a checkpoint after its step; those that do not end in time are killed."""
@@ -173,8 +179,7 @@ def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) ->
     """Main function of a run's process: output goes to its log, the outcome to the parent."""
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C reaches the parent alone, which asks its processes to stop
-    if os.environ.get(SAFE_PATH) == HERE:
-        del os.environ[SAFE_PATH]  # a script that the user's code starts finds the modules beside it
+    leave_safe_path()
     log = os.open(job.run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -205,20 +210,13 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _variables(at_once: int) -> Iterator[None]:
-    """Context manager with the environment in which the processes start, among them those of multiprocessing.
+def _one_thread_each(at_once: int) -> Iterator[None]:
+    """Limit the threads of NumPy's products if several runs share the cores.
 
-    Modules of the working folder are not imported (PYTHONSAFEPATH), and if several runs share the cores, NumPy's
-    products have one thread, which cannot be set later than NumPy is loaded.
+    The processes read this when they load NumPy, so it cannot be set in them.
     """
-    wanted = {SAFE_PATH: HERE} | ({"OPENBLAS_NUM_THREADS": "1"} if at_once > 1 else {})
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
+    with variable("OPENBLAS_NUM_THREADS", "1") if at_once > 1 else nullcontext():
         yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 @contextmanager
