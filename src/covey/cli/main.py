@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    mask = os.umask(0o022)
+    if mask & 0o002:  # without it everybody may write what is created, also caches and settings of other libraries
+        os.umask(mask)
     set_up_output(silent=own_rank() > 0)  # the other ranks print errors alone
     with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
         return _execute([word for word in words if word != "--debug"], debug)
