@@ -83,7 +83,7 @@ COMMANDS = [
     ["train", "talk.toml", "--run-dir", "runs/talk"],
     ["train", "cartpole_ppo", *AGENT, "--vectorization", "async", "--run-dir", "runs/agent"],
     ["compare", "cartpole_ppo", *AGENT, "--seeds", "2", "--output", "compared"],
-    ["sft", "mine.toml", "--data", "mine.py:rows", "--sft.steps", "1", "--run-dir", "runs/sft"],
+    ["sft", "mine.toml", "--data", "mine.py:rows", "--run-dir", "runs/sft"],
     ["eval", "runs/mine", "--problems", "1"],
     ["sample", "runs/mine", "1", "--n", "1", "--max-new-tokens", "1"],
     ["diagnose", "runs/mine"],

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import sysconfig
+from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -106,6 +107,7 @@ def _is_in(folder: str, found: ModuleSpec | None) -> bool:
     return bool(there and found and place_of(there) == place_of(found))
 
 
+@cache  # reading the lists of files of all packages takes a second
 def _depends_on(first: str, library: str) -> bool:
     """Whether the package of a module names a library among its requirements, also those of extras."""
     named = re.compile(rf"{library}(?![\w.-])", re.IGNORECASE)

@@ -91,13 +91,13 @@ class EnvironmentProcesses:
         Raises:
             ConfigError: if it cannot be imported or is no environment.
         """
-        worker = self._worker = _Worker()
         request = {
             "load": self.name,
             "path": self._path or search_path(self.name),
             "reply_characters": self._reply_characters,
             "options": self._options,
         }
+        worker = self._worker = _Worker()
         seconds = max(self.timeout_seconds, LOAD_LEAST_SECONDS)
         try:
             loaded = worker.load(request, seconds, self._copied)

@@ -101,8 +101,8 @@ class RewardProcess:
 
     def _ask_once(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
         if self._worker is None:
-            self._worker = _Worker()
             path = search_path(self.function)
+            self._worker = _Worker()
             try:
                 loaded = self._exchange(
                     {"load": self.function, "path": path, "memory_mib": self.memory_mib}, self.load_seconds
