@@ -26,9 +26,15 @@ The classes of articles on GRPO and PPO, over the same parts (docs/articles.md):
 """
 
 import importlib
-from typing import Any
+import sys
 
-from covey.config import (
+_START = sys.orig_argv[-len(sys.argv)] if sys.argv[:1] == ["-m"] and not sys.flags.safe_path else ""
+if _START.removeprefix("-m") == "covey":
+    del sys.path[0]  # `python -m` puts the working folder there, whose files would be imported as modules
+
+from typing import Any  # noqa: E402
+
+from covey.config import (  # noqa: E402
     ArithmeticConfig,
     ChatConfig,
     CheckpointConfig,

@@ -81,7 +81,7 @@ def openings(root: Path) -> Iterator[list[Path]]:
         thread.join()
 
 
-@pytest.mark.sampled(4, ci=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_file_of_a_run_stops_the_answers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path / "cache"))

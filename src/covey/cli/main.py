@@ -35,6 +35,7 @@ from covey.config import (
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import command, printable
 from covey.config.files import user_path
+from covey.config.named_code import named_code
 from covey.config.recipe import (
     read_recipe,
     read_tables,
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    mask = os.umask(0o022)
+    if mask & 0o002:  # without it everybody may write what is created, also caches and settings of other libraries
+        os.umask(mask)
     set_up_output(silent=own_rank() > 0)  # the other ranks print errors alone
     with outlasting_output(), watched(lambda: f"interrupted. Start again with: {command(*words)}"):
         return _execute([word for word in words if word != "--debug"], debug)
@@ -156,6 +160,9 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    for line in named_code(config):
+        say(printable(line))
+    sys.stdout.flush()  # before that code prints
     check_data(config)
     from covey.experiment.run import check
 

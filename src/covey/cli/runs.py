@@ -14,6 +14,7 @@ from covey.config import ConfigError
 from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.terminal import say
+from covey.tracking.output import plain_console
 
 ROOT = "runs"
 STATES = ("running", "finished", "stopped", "crashed")
@@ -96,8 +97,6 @@ def list_action(arguments: argparse.Namespace) -> None:
     """`covey runs [FOLDER]`."""
     states = _states(arguments.state)
     folders = find_named_runs([arguments.folder])
-    from rich.console import Console
-
     from covey.tracking.run_overview import SORT_KEYS, overview, overview_table
 
     runs = [
@@ -116,7 +115,7 @@ def list_action(arguments: argparse.Namespace) -> None:
         say(f"none of the {plural(len(folders), 'run')} is like that")
         return
     width = None if sys.stdout.isatty() else WIDE
-    Console(width=width, markup=False, highlight=False).print(overview_table(runs))
+    plain_console(width=width).print(overview_table(runs))
 
 
 def prune_action(arguments: argparse.Namespace) -> None:

@@ -182,11 +182,10 @@ def _show(records: list[dict[str, Any]], *, as_json: bool) -> None:
         for record in records:
             print(json.dumps(record))
         return
-    from rich.console import Console
-
+    from covey.tracking.output import plain_console
     from covey.tracking.rollout_text import RolloutPrinter
 
-    printer = RolloutPrinter(Console(), whole=True)
+    printer = RolloutPrinter(plain_console(), whole=True)
     printer.start(records[0])
     for place, record in enumerate(records, start=1):
         print()

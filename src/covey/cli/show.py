@@ -12,6 +12,7 @@ from covey.cli.numbers import number
 from covey.cli.runs import named_run
 from covey.config import ConfigError
 from covey.config.terminal import say
+from covey.tracking.output import plain_console
 
 if TYPE_CHECKING:
     from covey.tracking.evaluations import Answers
@@ -166,8 +167,6 @@ def _show_held_out(reader: RunReader, arguments: argparse.Namespace) -> None:
 
 def _show_kinds(reader: RunReader, before: Answers, after: Answers) -> None:
     """Print the scores by kind of problem, if there are kinds."""
-    from rich.console import Console
-
     from covey.tracking.console import by_kind_table
     from covey.tracking.evaluations import kinds_of_answers
     from covey.tracking.run_reader import kind_of_run
@@ -175,18 +174,16 @@ def _show_kinds(reader: RunReader, before: Answers, after: Answers) -> None:
 
     kind = SCORE_KINDS[kind_of_run(reader.config(), reader.summary())[1] or "score"]
     if kinds := kinds_of_answers(before, after, kind):
-        console = Console(highlight=False)
+        console = plain_console()
         console.print(by_kind_table(kinds, kind))
         console.print()
 
 
 def _printer(reader: RunReader, arguments: argparse.Namespace) -> RolloutPrinter:
-    from rich.console import Console
-
     from covey.tracking.rollout_text import RolloutPrinter
 
     in_control = "environment" in (reader.config() or {})
-    return RolloutPrinter(Console(highlight=False), whole=arguments.full, in_control=in_control)
+    return RolloutPrinter(plain_console(), whole=arguments.full, in_control=in_control)
 
 
 def _print_json(document: Any) -> None:

@@ -47,6 +47,7 @@ from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import config_to_dict, first_difference, task_name
 from covey.config.validate_size import check_threads
 from covey.experiment.advice import Launch
+from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOCK_FILE, FolderLock, check_run_dir, holds_run, write_atomically
 from covey.tracking.run_store import SUMMARY_FILE, encode
 
@@ -115,7 +116,7 @@ def _train_and_report(
     """`compare` in a folder that is locked."""
     planned = plan(contestants, seeds, folder)
     missing = [job for job in planned if not (job.run_dir / SUMMARY_FILE).is_file()]
-    console = Console()
+    console = plain_console()
     done = f", {len(planned) - len(missing)} of them finished already" if len(missing) < len(planned) else ""
     _say(
         console,
@@ -314,4 +315,4 @@ def command_line(recipes: Sequence[str], seeds: int, threshold: float | None, ov
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(text, soft_wrap=True)

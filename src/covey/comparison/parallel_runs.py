@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
 from covey.config.faults import machine_error
+from covey.runtime.safe_path import leave_safe_path, safe_path, variable
+from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
 
 LOOK_SECONDS = 0.5  # interval of polling the runs' progress
@@ -68,7 +70,7 @@ class ParallelRunner:
     work: Callable[[SeedJob], Any]
     at_once: int
     preload: Sequence[str] = ()  # modules that every process needs
-    console: Console = field(default_factory=Console)
+    console: Console = field(default_factory=plain_console)
 
     def run(self, jobs: Sequence[SeedJob]) -> dict[str, str]:
         """Run every job; returns name -> reason of those that failed.
@@ -81,7 +83,7 @@ class ParallelRunner:
         failures: dict[str, str] = {}
         waiting = list(jobs)
         running: list[_Running] = []
-        with self._progress() as progress, _one_thread_each(self.at_once), _terminated_as_interrupted():
+        with self._progress() as progress, _one_thread_each(self.at_once), safe_path(), _terminated_as_interrupted():
             total = progress.add_task("all runs", total=sum(job.config.steps for job in jobs))
             try:
                 while waiting or running:
@@ -98,7 +100,12 @@ class ParallelRunner:
         return failures
 
     def _progress(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def _start(self, job: SeedJob, progress: Progress, running: list[_Running]) -> None:
@@ -137,7 +144,7 @@ class ParallelRunner:
         if kind == "failed":
             failures[one.job.name] = text
         if kind == "failed" or not self.console.is_terminal:
-            self.console.print(f"{one.job.name}: {text}", soft_wrap=True, markup=False, highlight=False)
+            self.console.print(f"{one.job.name}: {text}", soft_wrap=True)
 
     def _stop(self, running: Sequence[_Running]) -> None:
         """Terminate the runs: each writes a checkpoint after its step; those that do not end in time are killed."""
@@ -172,6 +179,7 @@ def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) ->
     """Main function of a run's process: output goes to its log, the outcome to the parent."""
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C reaches the parent alone, which asks its processes to stop
+    leave_safe_path()
     log = os.open(job.run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -207,15 +215,8 @@ def _one_thread_each(at_once: int) -> Iterator[None]:
 
     The processes read this when they load NumPy, so it cannot be set in them.
     """
-    name = "OPENBLAS_NUM_THREADS"
-    if at_once == 1 or name in os.environ:
+    with variable("OPENBLAS_NUM_THREADS", "1") if at_once > 1 else nullcontext():
         yield
-        return
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 @contextmanager

@@ -38,6 +38,17 @@ def shortened(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
 
 
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents with mode 700.
+
+    Raises:
+        OSError: if it cannot be created.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)  # another process may create it first
+
+
 def user_path(name: str | Path, where: str = "") -> Path:
     """Parse a path that the user wrote and expand `~`. The path is valid, but need not exist.
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 import threading
 import warnings
-from importlib.machinery import PathFinder
-from importlib.util import decode_source, find_spec
+from importlib.util import decode_source
 from pathlib import Path
 
 from covey.config.common import ConfigError
 from covey.config.fields import check_text, did_you_mean, missing_file
 from covey.config.files import read_file, user_path
+from covey.config.named_modules import find_module, refuse_installed
 
 # Names with which a module can define names that its text does not contain.
 _DYNAMIC = {"__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr", "modules", "__dict__"}
@@ -40,6 +39,7 @@ def check_function_name(function: str, where: str, kind: str = "function") -> No
     if source.endswith(".py"):
         if not path.is_file():
             raise ConfigError(f"{where}: {missing_file(path, source)}")
+        refuse_installed(path, where)
         _check_source(path, name, where, kind)
     elif os.sep in source:
         raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")
@@ -48,16 +48,10 @@ def check_function_name(function: str, where: str, kind: str = "function") -> No
 
 
 def _check_module(module: str, name: str, where: str, kind: str) -> None:
-    """Look for a module as the function's process will: first in the working directory."""
+    """Look for a module as the function's process will."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{where}: {module!r} is no module's name, nor a Python file: a file's name ends with .py")
-    first = module.partition(".")[0]
-    if first in sys.builtin_module_names:
-        return
-    try:
-        found = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
-    except ValueError:  # a module of this process without a __spec__
-        return
+    first, found = module.partition(".")[0], find_module(module, where)
     if found is None:
         raise ConfigError(f"{where}: there is no module {first!r}; a file is named file.py:function")
     if first != module and found.submodule_search_locations is None:

@@ -8,14 +8,16 @@ import sys
 import textwrap
 from typing import TextIO
 
+from covey.config.fields import printable
+
 # The command at the end of advice, to be copied unchanged.
 _COMMAND = re.compile(r"(?<=: )(covey [a-z]|import covey;).*$")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print lines to standard output or `file`, wrapped to its terminal if it is one."""
+    """Print lines to standard output or `file` without control characters, wrapped to its terminal if it is one."""
     stream = sys.stdout if file is None else file
-    print(fitted(text, width_of(stream)), file=stream)
+    print(fitted(printable(text), width_of(stream)), file=stream)
 
 
 def width_of(stream: TextIO) -> int | None:

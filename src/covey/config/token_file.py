@@ -11,6 +11,7 @@ from pathlib import Path
 from covey.config.common import ConfigError
 from covey.config.faults import path_error
 from covey.config.fields import missing_file
+from covey.config.files import make_folder
 from covey.config.token_text import token_in
 
 LARGEST_TOKEN = 1 << 10  # bytes, as in covey_vllm
@@ -58,7 +59,7 @@ def own_token(path: Path) -> str:
     if path.exists():
         return read_token(path, "the access token")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent)
         temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:

@@ -7,12 +7,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from covey.config.assignments import read_assignments
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS, ENVIRONMENT_PACKAGES
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS, ENVIRONMENT_PACKAGES, imported_module
 from covey.config.common import ConfigError
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
+from covey.config.named_modules import find_module
 from covey.config.tasks import EnvironmentTaskConfig
 
 
@@ -45,7 +46,8 @@ def check_conversation(config: RunConfig, *, own_environment: bool) -> None:
         return
     if not own_environment:
         _check_name(conversation)
-    environment_options(conversation)
+    module, library = imported_module(conversation.environment, environment_options(conversation))
+    find_module(module, "conversation.options: id", library)
     if config.sampling.max_new_tokens > conversation.total_tokens:
         raise ConfigError(
             f"sampling.max_new_tokens ({config.sampling.max_new_tokens}), the limit of one turn, is above "

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
+from covey.config.builtin_environments import imported_module
 from covey.config.files import user_path
+from covey.config.named_modules import search_path
 from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start, Task
 from covey.llm.conversation.conversation import first_messages, transcript
@@ -235,12 +237,15 @@ def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKin
     if not config.has_conversations:
         return COMPLETIONS
     source, _, name = settings.source.rpartition(":")
+    options = environment_options(settings)
+    module, library = imported_module(settings.environment, options)
     environments = EnvironmentProcesses(
         f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,
         settings.reply_characters,
-        environment_options(settings),
+        options,
         None if environment is None else copied_environment(environment, settings.given_in_python),
+        search_path(f"{module}:", "conversation.options: id", library) if module else (),
     )
     try:
         environments.start()

@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError, SamplerLost
 from covey.config.conversation import ConversationConfig, with_conversation
@@ -48,7 +46,7 @@ from covey.runtime.ranks import check_ranks, own_rank
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.notebook import ignore_missing_widgets
-from covey.tracking.output import outlasting_output
+from covey.tracking.output import outlasting_output, plain_console
 from covey.tracking.repeated_steps import RepeatedSteps
 from covey.tracking.run_folder import ORIGIN_FILE, claim_run_dir, holds_run, write_atomically, write_folders
 from covey.tracking.run_result import RunResult
@@ -208,7 +206,7 @@ def _execute(
         title=f"covey: {launch.title}",
         domain=builder.name,
         score_kind=builder.score_kind,
-        console=Console(quiet=True) if own_rank() else None,
+        console=plain_console(quiet=True) if own_rank() else None,
         diagnosis=Diagnosis(config_to_dict(config)),
     )
     display.note(f"{builder.describe()}; everything goes to {store.run_dir}")

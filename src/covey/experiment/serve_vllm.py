@@ -12,7 +12,7 @@ from pathlib import Path
 from covey.config import ConfigError
 from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.files import user_path
+from covey.config.files import make_folder, user_path
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.serving import ServeOptions, VllmOptions
 from covey.config.terminal import say
@@ -27,7 +27,7 @@ from covey.llm.remote.probe import probe
 from covey.llm.remote.staging import dtype_name
 from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
 from covey.llm.remote.weights import FileTransport, private_folder, private_folders
-from covey.runtime.cache import cache_folder, make_folder
+from covey.runtime.cache import cache_folder
 
 TIMEOUT_SECONDS = 600.0  # of a request of the probe
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}

@@ -30,17 +30,6 @@ def cache_folder() -> Path:
         raise ConfigError(f"there is no home folder for the cache: set {VARIABLE} to a folder") from error
 
 
-def make_folder(folder: Path) -> None:
-    """Create `folder` and its missing parents with mode 700.
-
-    Raises:
-        OSError: if it cannot be created.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)  # another process may create it first
-
-
 def check_private(path: Path) -> None:
     """Refuse a file or a folder that belongs to another user, or that other users may write.
 

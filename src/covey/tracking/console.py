@@ -23,6 +23,7 @@ from covey.config.terminal import fitted
 from covey.tracking.diagnosis import Diagnosis, Finding, conclusion
 from covey.tracking.evaluations import results_by_kind
 from covey.tracking.notebook import NotebookOutput, in_notebook
+from covey.tracking.output import plain_console
 from covey.tracking.run_overview import folder_bytes, size_text
 from covey.tracking.score_kinds import ScoreKind, is_above
 from covey.tracking.wording import Shown, Wording, find_wording
@@ -64,7 +65,7 @@ class Display:
         self.title = title
         self.diagnosis = diagnosis or Diagnosis({}, checks=())
         self.step = 0
-        self.console = console or Console()
+        self.console = console or plain_console()
         self._notebook = NotebookOutput() if console is None and in_notebook() else None
         self._kept: deque[RenderableType] = deque(maxlen=KEPT)  # in a notebook: the output below the panel
         on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal and self._notebook is None
@@ -121,7 +122,9 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a permanent line, such as a warning, wrapped between words without breaking commands."""
-        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
+        self._print(
+            Text(fitted(printable(text), self.console.width if self.console.is_terminal else None)), soft_wrap=True
+        )
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -202,7 +205,9 @@ class Display:
             if len(values) > 1:
                 line = Text().append(f"{shown.label:<11}", "dim").append(sparkline(values), color)
                 body.append(line.append(f"  from {shown.write(values[0])} to {shown.write(values[-1])}", "dim"))
-        return Panel(Group(*body), title=self.title, title_align="left", border_style="dim", padding=(0, 1))
+        return Panel(
+            Group(*body), title=Text(printable(self.title)), title_align="left", border_style="dim", padding=(0, 1)
+        )
 
 
 class _Bar:

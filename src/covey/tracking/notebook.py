@@ -8,7 +8,9 @@ import time
 import warnings
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+
+from covey.tracking.output import plain_console
 
 WIDTH = 100  # characters
 DRAWN_SECONDS = 0.2  # minimum interval between updates that only move a progress bar
@@ -41,7 +43,7 @@ class NotebookOutput:
             return
         from IPython.display import display  # installed, because in_notebook found it
 
-        console = Console(
+        console = plain_console(
             file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor",
             force_jupyter=False, legacy_windows=False,
         )  # fmt: skip

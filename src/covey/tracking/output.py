@@ -1,19 +1,41 @@
-"""Standard output that survives the end of its reader: `covey train ... | head` continues after head has ended."""
+"""Output of commands.
+
+It survives the end of its reader (`covey train ... | head`), and names in foreign files, which may hold markup or
+control characters, do not change the terminal.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _log = logging.getLogger(__name__)
+# Control characters, those that change the direction of a line, and escape sequences other than rich's.
+_CONTROL = re.compile(
+    r"\x1b(?!\[)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+
+
+def plain_console(**options: Any) -> Console:
+    """A console of rich that prints texts as they are, without markup and emoji codes; `options` are rich's."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 class _Outlasting:
-    """A text stream whose writes never fail: if its reader has ended, output is dropped with one warning."""
+    """A text stream whose writes never fail: if its reader has ended, output is dropped with one warning.
+
+    Characters that change the terminal are replaced.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -21,7 +43,7 @@ class _Outlasting:
 
     def write(self, text: str) -> int:
         try:
-            self._stream.write(text)
+            self._stream.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
         except (OSError, ValueError) as error:
             self._lost(error)
         return len(text)

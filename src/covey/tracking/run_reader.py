@@ -22,6 +22,7 @@ from covey.config.recipe import config_from_dict
 from covey.tracking.plain_files import Refused, TooLarge, files_below, open_below, read_below
 from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE
+from covey.tracking.wording import WORDINGS
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
 LARGEST_DOCUMENT = 2 << 20  # bytes of a JSON or TOML file; real ones have a few kilobytes
@@ -231,8 +232,9 @@ def kind_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | N
     The kind is None if the config does not say it, as for rewards that were given in Python.
     """
     summary = summary or {}
-    if isinstance(summary.get("domain"), str) and isinstance(summary.get("score_kind"), str):
-        return summary["domain"], summary["score_kind"]
+    told = text(summary.get("domain")), text(summary.get("score_kind"))
+    if told in WORDINGS:
+        return told
     if config is None:
         return None, None
     if "environment" in config:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.runtime.cache import cache_folder, make_folder
+from covey.config.files import make_folder
+from covey.runtime.cache import cache_folder
 from covey.tracking.plain_files import Refused, TooLarge, files_below
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text

@@ -1,4 +1,4 @@
-"""The process that writes the indexes, beside the server: `python -m covey.watch.indexer`.
+"""The process that writes the indexes, beside the server: `python -P -m covey.watch.indexer`.
 
 A process of its own, because Python would otherwise share its time with the server's answers. It reads run folders from
 its standard input, one in JSON a line, brings the index of each up to date, and ends when the input ends.
@@ -67,9 +67,11 @@ class Indexer:
             self._asked[run_dir] = time.monotonic()
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "covey.watch.indexer"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                    [sys.executable, "-P", "-m", "covey.watch.indexer"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                )  # fmt: skip
+                )
             assert self._process.stdin is not None
             with suppress(OSError):
                 line = json.dumps([os.fsdecode(run_dir), run_dir in self._searched])

@@ -12,7 +12,7 @@ import copy
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import gymnasium as gym
@@ -22,6 +22,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
+from covey.runtime.safe_path import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
 PROBE_STEPS = 24  # decisions over which a copied environment is compared with the original
@@ -125,7 +126,8 @@ class AsyncWithDeadline(AsyncVectorEnv):
 
     def __init__(self, makers: Sequence[Callable[[], gym.Env]], name: str, timeout_seconds: float, **options: Any):
         self._name, self._timeout_seconds = name, timeout_seconds
-        super().__init__(makers, **options)
+        with nullcontext() if multiprocessing.get_start_method() == "fork" else safe_path():
+            super().__init__(makers, **options)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         with self._watched("reset"):

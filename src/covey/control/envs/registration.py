@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from covey.config import ConfigError
 from covey.config.fields import did_you_mean
+from covey.config.named_modules import search_path
 from covey.control.envs.checked import EnvironmentFault
 
 
@@ -95,8 +95,7 @@ def refuse_broken(name: str) -> Iterator[None]:
 
 
 def _import(module: str, name: str) -> None:
-    if os.getcwd() not in sys.path:  # sys.path of the installed command does not have the working directory
-        sys.path.append(os.getcwd())
+    sys.path[:] = search_path(f"{module}:", "environment.id", "gymnasium")
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

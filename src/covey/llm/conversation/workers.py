@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import queue
 import selectors
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, Protocol
 
 from covey.config import ConfigError
+from covey.config.named_modules import search_path
 from covey.llm.conversation import environment_worker
 from covey.llm.rewards.supervised_process import MOST_OUTPUT_CHARACTERS, SupervisedProcess
 from covey.llm.rewards.worker import MOST_REPLY_BYTES
@@ -70,6 +69,7 @@ class EnvironmentProcesses:
         reply_characters: int,
         options: Mapping[str, Any] | None = None,
         copied: bytes | None = None,
+        path: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -78,9 +78,10 @@ class EnvironmentProcesses:
             reply_characters: longest reply.
             options: keyword arguments of the class.
             copied: the class of a Python program, from `copied_environment`; then `name` is only for messages.
+            path: `sys.path` of the process; empty: that of `search_path`.
         """
         self.name, self.timeout_seconds, self._reply_characters = name, timeout_seconds, reply_characters
-        self._options, self._copied = dict(options or {}), copied
+        self._options, self._copied, self._path = dict(options or {}), copied, path
         self._worker: _Worker | None = None
         self._numbers = itertools.count()
 
@@ -90,13 +91,13 @@ class EnvironmentProcesses:
         Raises:
             ConfigError: if it cannot be imported or is no environment.
         """
-        worker = self._worker = _Worker()
         request = {
             "load": self.name,
-            "path": [os.getcwd(), *sys.path],
+            "path": self._path or search_path(self.name),
             "reply_characters": self._reply_characters,
             "options": self._options,
         }
+        worker = self._worker = _Worker()
         seconds = max(self.timeout_seconds, LOAD_LEAST_SECONDS)
         try:
             loaded = worker.load(request, seconds, self._copied)

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from covey.runtime.cache import cache_folder, check_private, make_folder
+from covey.config.files import make_folder
+from covey.runtime.cache import cache_folder, check_private
 from covey.runtime.device import cpu_info
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"

@@ -97,7 +97,7 @@ class Children:
         self._forget(child)
         child.said = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the server runs
         child.process = subprocess.Popen(
-            [sys.executable, "-m", "covey", *self.words, "--port", str(child.port), "--child"],
+            [sys.executable, "-P", "-m", "covey", *self.words, "--port", str(child.port), "--child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=child.said,

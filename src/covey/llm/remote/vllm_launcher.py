@@ -111,6 +111,7 @@ class VllmSettings:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONSAFEPATH": "1",
         }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.runtime.cache import make_folder
+from covey.config.files import make_folder
 
 
 @dataclass(frozen=True)

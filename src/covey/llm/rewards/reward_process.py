@@ -7,11 +7,11 @@ import json
 import os
 import secrets
 import selectors
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from covey.config.named_modules import search_path
 from covey.llm.rewards import worker
 from covey.llm.rewards.reward_call import (
     InvalidRewardOutput,
@@ -101,8 +101,8 @@ class RewardProcess:
 
     def _ask_once(self, request: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
         if self._worker is None:
+            path = search_path(self.function)
             self._worker = _Worker()
-            path = [os.getcwd(), *sys.path]
             try:
                 loaded = self._exchange(
                     {"load": self.function, "path": path, "memory_mib": self.memory_mib}, self.load_seconds

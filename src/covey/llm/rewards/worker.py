@@ -195,7 +195,6 @@ def load_function(name: str) -> Callable[..., Any]:
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         sys.dont_write_bytecode = True  # no __pycache__ beside the user's files
-        sys.path.insert(0, str(path.parent))
         module = _module_at(path, f"reward_file_{path.stem}")
     else:
         module = importlib.import_module(source)
@@ -204,6 +203,9 @@ def load_function(name: str) -> Callable[..., Any]:
         if function is not None:
             raise AttributeError(f"{attribute!r} in {source} is an object: name a function or a class")
         raise AttributeError(f"{source} has no function {attribute!r}")
+    defined = getattr(getattr(function, "func", function), "__module__", None) or ""  # `func` of functools.partial
+    if defined.partition(".")[0] in sys.stdlib_module_names:
+        raise AttributeError(f"{attribute!r} in {source} is of Python's module {defined}: name your own function")
     return function
 
 

@@ -1,6 +1,6 @@
 """Calls a user's function in a process of its own, and reads the rows that it returns.
 
-python -m covey.llm.sft.function_rows file.py:function FILE
+python -P -m covey.llm.sft.function_rows file.py:function FILE
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.arrow_file import rows_as_written
 from covey.config.files import parse_json
+from covey.config.named_modules import search_path
 from covey.llm.rewards.worker import load_function
 
 
@@ -28,7 +29,7 @@ def read_function(name: str) -> list[tuple[str, dict[str, Any]]]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         process = subprocess.run(
-            [sys.executable, "-m", "covey.llm.sft.function_rows", name, str(path)],
+            [sys.executable, "-P", "-m", "covey.llm.sft.function_rows", name, str(path)],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -51,6 +52,7 @@ def write_rows(name: str, path: Path) -> None:
         TypeError: if a row is no dict of JSON's types.
     """
     with open(path, "w", encoding="utf-8") as file:
+        sys.path[:] = search_path(name)
         for number, row in enumerate(rows_as_written(load_function(name)()), start=1):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} is of type {type(row).__name__}, and a dict is needed")
