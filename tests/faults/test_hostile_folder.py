@@ -162,6 +162,6 @@ def test_python_m_covey_forgets_the_folder(hostile: Path) -> None:
             module.unlink()
     (hostile / "covey" / "__init__.py").unlink()
     (hostile / "covey").rmdir()
-    words = [sys.executable, "-m", "covey", "plan", "nowhere"]
+    words = [sys.executable, "-m", "covey", "recipes", "nowhere"]
     done = subprocess.run(words, cwd=hostile, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert (imported(hostile), done.returncode) == ("", 2), done.stderr
