@@ -45,9 +45,7 @@ def test_more_rows_than_are_read_are_refused_before_any_is(
     for name in ("_values", "plain_record"):
         monkeypatch.setattr(arrow_file, name, None)
     monkeypatch.setattr(data_file, "_record", None)
-    with pytest.raises(
-        ConfigError, match=r"d\.\w+ has 5,000,001 rows; at most 5,000,000 are read: take a part"
-    ):
+    with pytest.raises(ConfigError, match=r"d\.\w+ has 5,000,001 rows; at most 5,000,000 are read: take a part"):
         read_rows(str(path))
 
 
