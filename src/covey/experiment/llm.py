@@ -172,24 +172,25 @@ class LLMBuilder:
             self._open.close()
             raise
         self._prompts_checked = False  # True if the lengths of the prompts were checked
-        found, before = find_chat(self.config.model), self.problem
+        found = find_chat(self.config.model)
         if found is not None:
             chat, model_config = found
-            problem = self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
-            if not isinstance(problem.task, PromptDataset):  # its long prompts are noted when they are drawn in the run
-                self.problem, self._prompts_checked = before, False
+            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
-        """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""
+        """The problem without prompts that are too long. A file's prompts are checked once; of others, which are drawn
+        anew, the first are tried.
+        """
         if self._prompts_checked:
             return self.problem
         try:
-            self.problem = fit_prompts(self.problem, self.config, chat, model_config, note, kind=self.kind)
+            problem = fit_prompts(self.problem, self.config, chat, model_config, note, kind=self.kind)
         except ConfigError:
             self.close()
             raise
-        self._prompts_checked = True
-        return self.problem
+        if isinstance(problem.task, PromptDataset):
+            self.problem, self._prompts_checked = problem, True
+        return problem
 
     @property
     def score_kind(self) -> str:
@@ -228,7 +229,7 @@ class LLMBuilder:
         loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
-        iterated = self._iterated(problem, loaded, store, display)
+        iterated = _iterated(config, problem, loaded, store, display)
         held_out = HeldOut(
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
             sampler_weights,
@@ -285,25 +286,22 @@ class LLMBuilder:
         display.note(loaded.policy.backend.describe())
         return loaded
 
-    def _iterated(
-        self, problem: Problem, loaded: LoadedPolicy, store: RunStore, display: Display
-    ) -> Sequence[IteratedRewardModel]:
-        """The training of the reward model, if the run is iterative."""
-        config = self.config
-        if not config.iteration.steps:
-            return ()
-        held_out = problem.held_out[: config.iteration.evaluation_problems]
-        positions = position_limit(loaded.policy.module.config)
-        trained = build_iterated_reward_model(
-            config, problem.grader, loaded.sampler, positions, held_out, store, display
-        )
-        return (trained,)
-
     def drawable(self) -> bool:
         return False
 
     def close(self) -> None:
         self._open.close()
+
+
+def _iterated(
+    config: RunConfig, problem: Problem, loaded: LoadedPolicy, store: RunStore, display: Display
+) -> Sequence[IteratedRewardModel]:
+    """The training of the reward model, if the run is iterative."""
+    if not config.iteration.steps:
+        return ()
+    held_out = problem.held_out[: config.iteration.evaluation_problems]
+    positions = position_limit(loaded.policy.module.config)
+    return (build_iterated_reward_model(config, problem.grader, loaded.sampler, positions, held_out, store, display),)
 
 
 def _note_unused_step_rewards(config: RunConfig, problem: Problem, display: Display) -> None:

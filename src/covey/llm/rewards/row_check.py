@@ -75,7 +75,8 @@ def rows_of_every_kind(rows: Iterable[Row]) -> list[Row]:
         kinds = (*map(_kind, row.columns.values()), type(row.prompt))
         first.setdefault((tuple(row.columns), kinds), row)
     names = dict.fromkeys(name for columns, _ in first for name in columns)
-    found, seen = [], set()
+    found: list[Row] = []
+    seen: set[Any] = set()
     for (columns, kinds), row in first.items():
         there = dict(zip((*columns, MISSING), kinds, strict=True))
         pairs = {(name, there.get(name, MISSING)) for name in (*names, MISSING)}
