@@ -163,7 +163,9 @@ def test_failures_of_requests_are_those_of_this_process(servers: list[Serving], 
         assert reasons[:1] + reasons[3:] == [None] * 6
         assert found[1] == expected(policy, asked)[1]
         assert generator.generate([]) == []
-        change(policy, 1e30)  # finite, and the logits are not
+        with torch.no_grad():  # finite weights whose logits are not
+            policy.module.model.norm.weight.mul_(1e25)
+            policy.module.get_output_embeddings().weight.mul_(1e16)
         generator.refresh(1)
         found = generator.generate(requests(version=1))
         assert {one.reason for one in found if isinstance(one, GenerationFailure)} == {FailureReason.NON_FINITE_LOGITS}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -206,6 +209,24 @@ def test_the_access_token_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> 
         client.close()
         thread.join()
     assert seen == ["Bearer s3cret"]
+
+
+@pytest.mark.parametrize(
+    "form", [str, repr, quote, json.dumps, lambda token: base64.b64encode(token.encode()).decode()]
+)
+def test_an_access_token_that_the_server_repeats_is_in_no_observation(
+    monkeypatch: pytest.MonkeyPatch, form: Callable[[str], str]
+) -> None:
+    token = 's3cret/\\token+"1'
+    monkeypatch.setenv("RIGHT", token)
+    address = Address("http://127.0.0.1:1", "RIGHT")
+    shown = address.short(ValueError(f"the header {form(token)}"))
+    try:
+        shown += str(address.read(json.dumps({"observation": {"key": form(token)}})))
+    except WrongEnvironment as refused:
+        shown += str(refused)
+    assert form(token) not in shown
+    assert token not in shown
 
 
 @pytest.mark.parametrize(
