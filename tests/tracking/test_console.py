@@ -259,7 +259,9 @@ def test_small_writers() -> None:
     assert clock(372.4) == "6:12"
     assert clock(3725) == "1:02:05"
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([2.0, 2.0]) == sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([1.0, 1.01, 1.0, 1.02]) == "▁▁▁▂", "noise"
+    assert sparkline([1.0, 1.2]) == "▁█"
     assert len(sparkline(list(range(1000)), width=24)) == 24
     assert sparkline([0, 0, 8, 8], width=2) == "▁█"
     assert last_turn("just text") == "just text"
@@ -389,6 +391,7 @@ def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypa
     store.write_summary(control_summary((20.0, 15.0, 25.0), (490.0, 480.0, 499.0)) | {"expected_return": 475.0})
     store.record(step_record(9, {"environment/steps": 4608.0, "value/explained_variance": -5.0}))
     text, figure = texts_of(lambda: draw_curve(tmp_path), monkeypatch)
+    assert [0.0, 1024.0, 2048.0, 3072.0, 4096.0] in [list(line.get_xdata()) for line in figure.axes[0].lines], "joined"
     for part in (
         "expected return, 475",
         "best actions, 100 evaluation episodes",

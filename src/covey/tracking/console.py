@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is repo
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24
+LEAST_HEIGHT = 0.1  # of a sparkline, as a fraction of its largest value
 PACE_STEPS = 20  # number of last steps that the remaining time is estimated from
 KEPT = 30  # notes and sample rollouts that a notebook shows
 LARGE_CHECKPOINTS = 10**9  # bytes
@@ -283,14 +284,16 @@ def readable(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """Draw values in at most `width` characters, each the mean of an equal part of the values."""
+    """Draw values in at most `width` characters, each the mean of an equal part of the values.
+
+    The height is their range, and at least a tenth of the largest, so that noise does not look like a change.
+    """
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
-        return BLOCKS[0] * count
-    return "".join(BLOCKS[min(int((mean - low) / (high - low) * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
+    low = min(means)
+    height = max(max(means) - low, LEAST_HEIGHT * max(map(abs, means))) or 1.0
+    return "".join(BLOCKS[min(int((mean - low) / height * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
 
 
 def clock(seconds: float) -> str:

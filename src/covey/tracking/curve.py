@@ -96,7 +96,9 @@ def _draw_main(axes: Axes, records: Sequence[dict[str, Any]], summary: dict[str,
     evaluations = summary.get("evaluations", [])
     results = [evaluations[0][when] for when in ("before", "after") if when in evaluations[0]] if evaluations else []
     if checked[0]:
-        axes.plot(*checked, "o-", color=EVALUATION, markersize=4, linewidth=0.9, zorder=4,
+        before = [result["score"] for result in results[:1] if "before" in evaluations[0]]
+        joined = [0.0 for _ in before] + checked[0], before + checked[1]
+        axes.plot(*joined, "o-", color=EVALUATION, markersize=4, linewidth=0.9, zorder=4,
                   label=None if results else "evaluation")  # fmt: skip
     if results:
         _draw_before_after(axes, results, last, wording)

@@ -42,6 +42,7 @@ class Line:
     y: Sequence[float]
     color: int = 0  # place among the colours of the style sheet
     points: bool = False  # few values, each with a mark; otherwise noisy ones, with their running mean
+    exact: bool = False  # values without noise, such as those of a schedule, which no mean may round off
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ def _draw(drawn: matplotlib.axes.Axes, line: Line) -> None:
         drawn.plot(line.x, line.y, "o-", color=color, markersize=4, linewidth=1, zorder=4)
         return
     x, y = thinned(line.x, line.y)
+    if line.exact:
+        drawn.plot(x, y, color=color, linewidth=2, zorder=3)
+        return
     drawn.plot(x, y, color=color, linewidth=0.9, alpha=0.35, zorder=2, marker="o" if len(x) == 1 else None)
     drawn.plot(x, smooth(y), color=color, linewidth=2, solid_capstyle="round", zorder=3)
 

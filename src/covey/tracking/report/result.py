@@ -226,12 +226,19 @@ def _main_lines(runs: Sequence[RunData], name: str, x_metric: str) -> tuple[list
             continue
         x, _ = run.points(name, x_metric)
         if len(runs) == 1:
-            lines.append(Line(*run.points("eval/score", x_metric), color, points=True))
+            lines.append(Line(*_evaluated(run, x_metric), color, points=True))
         for result, place in _ends(run):
             at = 0.0 if place == "before" else max(x, default=0.0)
             if len(runs) == 1 or place == "after":
                 intervals.append(Interval(at, result["score"], result["low"], result["high"], color))
     return [line for line in lines if line.x], intervals
+
+
+def _evaluated(run: RunData, x_metric: str) -> tuple[Sequence[float], Sequence[float]]:
+    """The evaluations during training, and the one before it at 0."""
+    x, scores = run.points("eval/score", x_metric)
+    before = [result["score"] for result, place in _ends(run) if place == "before" and x]
+    return [*(0.0 for _ in before), *x], [*before, *scores]
 
 
 def _ends(run: RunData) -> list[tuple[dict[str, Any], str]]:
@@ -258,7 +265,7 @@ def _panel(
     runs: Sequence[RunData], prefix: str, name: str, title: str, unit: str, limits: tuple[float | None, float | None]
 ) -> Html | None:
     x_metric = runs[0].wording.x_metric if len(_domains(runs)) == 1 else "step"
-    found = [Line(*run.points(name, x_metric), run.color) for run in runs]
+    found = [Line(*run.points(name, x_metric), run.color, exact=name == "learning_rate") for run in runs]
     lines = [line for line in found if line.x and any(value != line.y[0] for value in line.y)]
     if not lines:
         return None
