@@ -1,8 +1,8 @@
 """Finds the answer that a completion states, in a time bounded by the length of the completion.
 
 It is the first of these that the completion has, each at its last occurrence: `\\boxed{5}`, `<answer>5</answer>`,
-`#### 5`, "the answer is 5". Without a mark it is the last expression with a digit in the last sentence that is neither a
-question nor a check of the answer. An expression includes all around its number that could change it, so "42 or 43",
+`#### 5`, "the answer is 5". Without a mark it is the last expression with a digit in the last sentence that is neither
+a question nor a check of the answer. An expression includes all around its number that could change it, so "42 or 43",
 "x > 42" and "(1, 42)" are expressions. Text before `</think>` is not read.
 """
 
