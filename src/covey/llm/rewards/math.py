@@ -31,8 +31,8 @@ verify(*map(partial(parse, parsing_timeout=None), ("$\\frac{x}{2}$", "$\\boxed{0
 def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
     """1 if the answer of a completion is mathematically equal to the right one, else 0.
 
-    The answer that a completion states (`final_answer`) is read as LaTeX, as a whole; in a completion without a mark and
-    without a digit math-verify looks for it. The same holds for the right answer, which is LaTeX if it is not marked. A
+    The answer that a completion states (`final_answer`) is read as LaTeX, as a whole; math-verify looks for it in a
+    completion without a mark and without a digit. The same holds for the right answer, which is LaTeX if it is not marked. A
     completion without an answer that can be parsed gets 0.
 
     Raises:
