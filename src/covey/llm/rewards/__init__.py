@@ -1,9 +1,10 @@
 """Reward functions.
 
 numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
-answer_text, read_number  the marked answer of a completion, and the number that it states
+answer_text, final_answer the text of a completion; the answer that it states
+read_number               the one number that an answer is, or why a right answer is none
 environment               the reward of a conversation's environment
-units, plain_numbers      the length of a completion; answers that are plain numbers, for `math`
+units, plain_numbers      the length of a completion; answers that are numbers, for `math`
 one_by_one                calls a function of a pool for each completion on its own
 runner                    the interface of calls; calls in this process
 reward_process            calls in a process of its own, the `worker`

@@ -20,19 +20,8 @@ from covey.llm.rewards.final_answer import final_answer
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
 
 _WHOLE = (LatexExtractionConfig(),)  # a stated answer is parsed as a whole, not searched for a number
-_COMMANDS = str.maketrans(
-    {
-        "π": "\\pi ",
-        "∞": "\\infty ",
-        "√": "\\sqrt ",
-        "≤": "\\leq ",
-        "≥": "\\geq ",
-        "±": "\\pm ",
-        "·": "\\cdot ",
-        "×": "\\times ",
-        "∪": "\\cup ",
-    }
-)
+_LATEX = r"\pi \infty \sqrt \leq \geq \pm \cdot \times \cup"
+_COMMANDS = str.maketrans({sign: f"{latex} " for sign, latex in zip("π∞√≤≥±·×∪", _LATEX.split(), strict=True)})
 _SEARCHED = (LatexExtractionConfig(), ExprExtractionConfig())
 
 # Builds the tables of the parser, so that the deadline of the first answer does not include it.
@@ -42,9 +31,9 @@ verify(*map(partial(parse, parsing_timeout=None), ("$\\frac{x}{2}$", "$\\boxed{0
 def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
     """1 if the answer of a completion is mathematically equal to the right one, else 0.
 
-    The answer is the last `\\boxed{...}`, else the last `<answer>...</answer>`, else the text after the last `####`,
-    read as LaTeX; without any of these math-verify looks for it in the whole completion. The same holds for the right
-    answer, which is LaTeX if it is not marked. A completion without an answer that can be parsed gets 0.
+    The answer that a completion states (`final_answer`) is read as LaTeX, as a whole; math-verify looks for it in a
+    completion without a mark and without a digit. The same holds for the right answer, which is LaTeX if it is not marked. A
+    completion without an answer that can be parsed gets 0.
 
     Raises:
         ValueError: if the column is missing, or the right answer cannot be parsed.

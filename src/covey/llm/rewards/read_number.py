@@ -77,136 +77,34 @@ _ANSWER = re.compile(
     r"(?:(?P<whole>[0-9]++)\s(?:and\s)?(?P<above>[0-9]++)\s?/\s?(?P<below>[0-9]++)"
     r"|10\s?\^\s?(?P<power>[-+]?[0-9]++)"
     rf"|(?P<digits>(?:{_GROUPED}|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
-    r"(?:\s?/\s?(?P<divisor>[-+]?[0-9]++(?:\.[0-9]++)?)|\s?e\s?(?P<e>[-+]?[0-9]++)|\s?\*\s?10\s?\^\s?(?P<ten>[-+]?[0-9]++))?)"
+    r"(?:\s?/\s?(?P<divisor>[-+]?[0-9]++(?:\.[0-9]++)?)"
+    r"|\s?e\s?(?P<e>[-+]?[0-9]++)|\s?\*\s?10\s?\^\s?(?P<ten>[-+]?[0-9]++))?)"
     r"(?:\s?(?P<scale>thousand|million|billion|trillion)\b)?\s?(?P<percent>%|per\s?cent(?:age)?\b|pct\b|)"
     rf"(?P<after>(?:\s?(?:{_LETTERS}\.?(?:\s?\^\s?-?[0-9])?|[°%¢£€¥₹₩₽₪฿₫₴₦',()]|[-/*](?=\s?[^\W\d_])))*+)",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 # Words that make another number, or no single number, of the one beside them.
-_FUNCTIONS = frozenset(["sqrt", "root", "sin", "cos", "tan", "log", "ln", "exp", "pi"])
-_CHANGING = _FUNCTIONS | frozenset(
-    [
-        "or",
-        "not",
-        "between",
-        "either",
-        "neither",
-        "than",
-        "least",
-        "most",
-        "under",
-        "over",
-        "above",
-        "below",
-        "half",
-        "double",
-        "twice",
-        "hundred",
-        "infinity",
-        "plus",
-        "squared",
-        "cubed",
-        "factorial",
-        "mod",
-        "或",
-    ]
+_FUNCTIONS = "sqrt|root|sin|cos|tan|log|ln|exp|pi"
+_NOT_ONE = (
+    "or|not|between|either|neither|than|least|most|under|over|above|below|half|double|twice|hundred|infinity|plus|squared"
+    "|cubed|factorial|mod|或"
 )
+_CHANGING = re.compile(rf"(?:{_FUNCTIONS}|{_NOT_ONE})\Z", re.IGNORECASE)
 # ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
-_SHORT = frozenset(
-    [
-        "an",
-        "is",
-        "am",
-        "it",
-        "at",
-        "in",
-        "by",
-        "of",
-        "to",
-        "we",
-        "he",
-        "so",
-        "as",
-        "on",
-        "pm",
-        "m",
-        "g",
-        "s",
-        "h",
-        "l",
-        "L",
-        "N",
-        "J",
-        "W",
-        "V",
-        "K",
-        "C",
-        "F",
-        "kg",
-        "km",
-        "cm",
-        "mm",
-        "nm",
-        "mg",
-        "ml",
-        "mL",
-        "dl",
-        "cl",
-        "lb",
-        "oz",
-        "ft",
-        "yd",
-        "mi",
-        "hr",
-        "Hz",
-        "pt",
-        "qt",
-        "ha",
-        "ms",
-        "ns",
-        "kW",
-        "kJ",
-        "Pa",
-        "th",
-        "st",
-        "nd",
-        "rd",
-        "cc",
-        "sq",
-        "cu",
-        "AM",
-        "PM",
-        "No",
-    ]
+_SHORT = re.compile(
+    r"(?:an|is|am|it|at|in|by|of|to|we|he|so|as|on|pm|AM|PM|[mgshlLNJWVKCF]|[kcmn]m|[km]g|m[lLs]|[dc]l|lb|oz|ft|yd|mi|hr"
+    r"|Hz|pt|qt|ha|ns|k[WJ]|Pa|th|st|nd|rd|cc|sq|cu)\Z"
 )
 _OR = re.compile(r"(?<=[0-9%}$]),?\s(?:or|i\.e\.,?|that is,?)\s(?=[^\W_$\\])")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNITS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_SPELLED = {word: number for number, word in enumerate(_UNITS)} | {
-    word: 10 * number for number, word in enumerate(_TENS, 2)
+_UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SPELLED = {word: number for number, word in enumerate(_UNITS.split())} | {
+    word: 10 * number for number, word in enumerate(_TENS.split(), 2)
 }
 # The left side of "x = 5", "f(3) = 5" or "2 + 3 = 5"; of "2x = 5" and "x + 1 = 5" the number is not the answer.
 _NAME = re.compile(r"\s?(?:m?\\angle\s?)?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?:\([^()]*\))?\s?")
@@ -217,9 +115,8 @@ _UNKNOWN = re.compile(
 )
 _RELATION = re.compile(
     r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?[:_]|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
-    rf"|\b(?:{'|'.join((_CHANGING | {'and', 'to'}) - _FUNCTIONS)})\b"
-    r"|(?<![A-Za-z\\])[a-df-hj-zA-DF-Z](?![A-Za-z])"
-    rf"|[0-9]\s?(?:(?!(?:{'|'.join(_FUNCTIONS)})\b)[^\W\d_]{{2,}}\s)+[0-9]",
+    rf"|\b(?:{_NOT_ONE}|and|to)\b|(?<![A-Za-z\\])[a-df-hj-zA-DF-Z](?![A-Za-z])"
+    rf"|[0-9]\s?(?:(?!(?:{_FUNCTIONS})\b)[^\W\d_]{{2,}}\s)+[0-9]",
     re.IGNORECASE,
 )
 
@@ -279,17 +176,13 @@ def _number(text: str, *, words_before: bool) -> Number | None:
     match = _ANSWER.fullmatch(text)
     if match is None:
         return _spelled(re.sub(r" \([-0-9,.]+\)\Z", "", text)) if words_before else None
-    before, after = _WORD.findall(match["before"].lower()), _WORD.findall(match["after"])
+    before, after = _WORD.findall(match["before"]), _WORD.findall(match["after"])
     if (before or match["comma"]) and not words_before:
         return None
-    variables = [word for word in before if len(word) == 1 and word.isascii() and word not in "ai"]
-    variables += [word for word in after if word.isascii() and len(word) < 3 and word not in _SHORT]
-    greek = [word for word in after if len(word) == 1 and "Ͱ" <= word <= "Ͽ"]
-    return (
-        None
-        if variables or greek or _CHANGING.intersection(before + [word.lower() for word in after])
-        else _value(match)
-    )
+    variables = [word for word in before if len(word) == 1 and word.isascii() and word not in "aAI"]
+    variables += [word for word in after if word.isascii() and len(word) < 3 and not _SHORT.match(word)]
+    variables += [word for word in after if len(word) == 1 and "Ͱ" <= word <= "Ͽ"]  # Greek
+    return None if variables or any(map(_CHANGING.match, before + after)) else _value(match)
 
 
 def is_relation(text: str) -> bool:
