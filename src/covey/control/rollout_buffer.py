@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from covey.config import ConfigError
 from covey.config.fields import plural
+from covey.control.envs.checked import EnvironmentFault
 from covey.control.envs.vector_env import LONGEST_WAIT, Environments, Step
 from covey.control.policy import ControlPolicy
 from covey.data import EndReason, Rollout
 from covey.runtime.rng import uniforms
 
+FAILURES_ALLOWED = 0.2  # of the episodes of a step or an evaluation
 DRAWN_AHEAD = 64  # positions whose random numbers are computed at once
 
 
@@ -73,6 +75,7 @@ class TrajectorySlice:
     start: int
     stop: int
     end: EndReason
+    failed: bool = False  # True if its environment died or did not answer
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ class Trajectories:
             actions=self.actions_NT[slot, start:stop],
             behavior_logprobs=self.logprobs_NT[slot, start:stop],
             end=segment.end,
-            text=f"{plural(stop - start, 'step')}, {segment.end}",
+            text=f"{plural(stop - start, 'step')}, {'its environment failed' if segment.failed else segment.end}",
             version=version,
         )
 
@@ -154,6 +157,25 @@ def check_episode_ends(decisions: int) -> None:
 def end_reason(step: Step, slot: int) -> EndReason:
     """The EndReason of a slot whose episode ended in this step; termination has precedence over truncation."""
     return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
+
+
+def end_of(step: Step, slot: int) -> tuple[EndReason, bool]:
+    """The EndReason of a slot whose episode ended in this step, and whether its environment failed."""
+    return end_reason(step, slot), step.failed_N is not None and bool(step.failed_N[slot])
+
+
+def refuse_failures(segments: Sequence[TrajectorySlice]) -> None:
+    """Refuse to go on if more than FAILURES_ALLOWED of the episodes failed.
+
+    Raises:
+        EnvironmentFault: with their number.
+    """
+    failed = sum(segment.failed for segment in segments)
+    if failed > FAILURES_ALLOWED * len(segments):
+        raise EnvironmentFault(
+            f"the environment died, or did not answer, in {failed} of {plural(len(segments), 'episode')}, more than "
+            f"{FAILURES_ALLOWED:.0%}: the warnings name the reset seeds and steps"
+        )
 
 
 def collect_episodes(
@@ -208,7 +230,7 @@ def collect_episodes(
             job = int(job_N[slot])
             if job >= len(seeds):
                 continue
-            segments[job] = TrajectorySlice(slot, int(began_N[slot]), len(buffer), end_reason(step, slot))
+            segments[job] = TrajectorySlice(slot, int(began_N[slot]), len(buffer), *end_of(step, slot))
             missing -= 1
             last_end = len(buffer)
             job_N[slot] = len(seeds)

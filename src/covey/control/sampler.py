@@ -21,7 +21,8 @@ from covey.control.rollout_buffer import (
     Trajectories,
     TrajectorySlice,
     collect_episodes,
-    end_reason,
+    end_of,
+    refuse_failures,
 )
 from covey.control.tasks import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
@@ -96,6 +97,7 @@ class ControlSampler:
 
         With `go_on` the episodes of unfinished slices continue in the next training step.
         """
+        refuse_failures(segments)
         ended_NT, counted_NT = np.zeros((2, *buffer.rewards_NT.shape), dtype=np.bool_)
         for segment in segments:
             counted_NT[segment.slot, segment.start : segment.stop] = True
@@ -107,7 +109,7 @@ class ControlSampler:
             rollout = buffer.rollout(segment, self.version)
             rewards_L = scaled_NT[segment.slot, segment.start : segment.stop]
             rollout.step_rewards = rewards_L
-            rollout.reward = self._discounted(rewards_L)
+            rollout.reward = None if segment.failed else self._discounted(rewards_L)
             if self.policy.normaliser is not None:
                 self._seen.append(rollout.context)
             rollouts.append(rollout)
@@ -125,7 +127,7 @@ class EpisodeSampler(ControlSampler):
         segments, buffer = collect_episodes(self.environments, self.policy, seeds, draws, names)
         rollouts = self._rewarded(buffer, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
-            rollout.score = float(buffer.rewards(segment).sum())
+            rollout.score = None if segment.failed else float(buffer.rewards(segment).sum())
         self.episodes += len(rollouts)
         return [Group(start, rollouts[i * group_size : (i + 1) * group_size]) for i, start in enumerate(starts)]
 
@@ -181,7 +183,7 @@ class FragmentSampler(ControlSampler):
                 continue
             ended = np.flatnonzero(ended_N)
             for slot in ended.tolist():
-                segments.append(TrajectorySlice(slot, int(began_N[slot]), t + 1, end_reason(result, slot)))
+                segments.append(TrajectorySlice(slot, int(began_N[slot]), t + 1, *end_of(result, slot)))
             began_N[ended] = t + 1
             self._begin_again(ended, step, t)
         segments += [
@@ -198,7 +200,7 @@ class FragmentSampler(ControlSampler):
             self._return_N[slot] += buffer.rewards(segment).sum()
             self._actions[slot].append(rollout.actions)
             if segment.end is not EndReason.CUT:
-                rollout.score = float(self._return_N[slot])
+                rollout.score = None if segment.failed else float(self._return_N[slot])
                 self.episodes += 1
                 self._return_N[slot] = 0.0
                 self._actions[slot].clear()

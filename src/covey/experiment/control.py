@@ -35,7 +35,7 @@ from covey.control.envs.vector_env import Environments, check_environment, make_
 from covey.control.nets.running_mean_std import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
-from covey.control.rollout_buffer import collect_episodes
+from covey.control.rollout_buffer import collect_episodes, refuse_failures
 from covey.control.sampler import ControlSampler
 from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
 from covey.experiment.build import (
@@ -236,9 +236,10 @@ class EpisodeEvaluation:
 
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
-    """Undiscounted returns of greedy episodes, one from each reset seed."""
+    """Undiscounted returns of greedy episodes, one from each reset seed whose environment did not fail."""
     trajectories, buffer = collect_episodes(environments, policy, seeds, None)
-    return [float(buffer.rewards(trajectory).sum()) for trajectory in trajectories]
+    refuse_failures(trajectories)
+    return [float(buffer.rewards(trajectory).sum()) for trajectory in trajectories if not trajectory.failed]
 
 
 def _range_note(config: ControlConfig, environments: Environments) -> str:

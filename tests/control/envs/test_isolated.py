@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import time
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from covey.config import ConfigError, EnvironmentConfig
+from covey.config.recipe import config_from_dict
 from covey.control.envs.checked import EnvironmentFault
 from covey.control.envs.manual_reset import ManualResetVectorEnv
 from covey.control.envs.vector_env import check_environment, make_environments
+from covey.experiment.run import run
+from covey.tracking.run_store import read_metrics
 from helpers.faulty_environments import NAME, Faulty, answers, collect_episodes, raises, registering
 
 
@@ -33,23 +37,100 @@ def register():
         ),
         (lambda: os._exit(3), "its process ended by itself with exit code 3"),
         (lambda: raises(SystemExit(4)), "its process ended by itself with exit code 4"),
-        (lambda: ctypes.string_at(0), "its process was killed by SIGSEGV"),
+        (lambda: (faulthandler.disable(), ctypes.string_at(0)), "its process was killed by SIGSEGV"),
         (lambda: os.closerange(3, 200), "its process "),  # ends while it is killed
     ],
     ids=["sleep", "exit", "sys.exit", "crash", "closed files"],
 )
-@pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
-@pytest.mark.parametrize("fails_at", [0, 2])
-def test_by_default_an_environment_that_hangs_or_dies_ends_its_own_process(does, said, fails_at, register):
-    """Also the second time, after its episodes were played again."""
-    environment = register(lambda: Faulty(does, fails_at=fails_at))
-    environments = make_environments(EnvironmentConfig(id=environment.id, timeout_seconds=1.0), 2)
-    where = ("the reset of", "", "step 2 of")[fails_at]
-    with pytest.raises(EnvironmentFault) as caught:
+def test_an_environment_that_hangs_or_dies_ends_its_own_episode(does, said, register):
+    """It is tried twice in the step of one copy; the other copy goes on, and a reset begins anew."""
+    name = register(lambda: Faulty(does)).id
+    environments = make_environments(EnvironmentConfig(id=name, timeout_seconds=1.0), 2)
+    environments.reset([3, 7])
+    assert environments.step(np.zeros(2, dtype=np.int64)).failed_N is None
+    with pytest.warns(UserWarning, match="It was started again") as caught:
+        step = environments.step(np.zeros(2, dtype=np.int64))
+    first, second = (str(warning.message) for warning in caught)
+    place = f"environment '{NAME}', step 2 of the episode that began with reset(seed=7): {said}"
+    assert first.startswith(place)
+    assert first.endswith("its episodes were played again")
+    assert second.startswith(place)
+    assert second.endswith("that episode is left out")
+    assert (step.failed_N.tolist(), step.truncated_N.tolist()) == ([False, True], [False, True])
+    assert step.reward_N.tolist() == [1.0, 0.0]
+    environments.reset_slots(np.array([1]), [8])
+    steps = [environments.step(np.zeros(2, dtype=np.int64)) for _ in range(5)]
+    assert [step.truncated_N.tolist() for step in steps] == [[number == 2, number == 4] for number in range(5)]
+    assert all(step.failed_N is None for step in steps)
+
+
+def test_a_reset_that_dies_is_an_episode_of_one_step_that_failed(register):
+    environments = make_environments(register(lambda: Faulty(lambda: os._exit(3), fails_at=0)), 2)
+    environments.reset([3, 4])
+    environments.step(np.zeros(2, dtype=np.int64))
+    with pytest.warns(UserWarning, match=r"the reset of .*reset\(seed=7\).* It was started again"):
+        environments.reset_slots(np.array([1]), [7])
+    step = environments.step(np.zeros(2, dtype=np.int64))
+    assert (step.failed_N.tolist(), step.truncated_N.tolist()) == ([False, True], [False, True])
+    assert (step.steps_N[0], step.reward_N.tolist()) == (1, [1.0, 0.0])
+
+
+def test_a_first_reset_that_dies_is_one_line(register):
+    environments = make_environments(register(lambda: Faulty(lambda: os._exit(3), fails_at=0)), 2)
+    with pytest.raises(EnvironmentFault, match=r"the reset of the episode .* reset\(seed=7\): its process"):
         collect_episodes(environments)
-    line = str(caught.value)
-    assert line.startswith(f"environment '{NAME}', {where} the episode that began with reset(seed=7): {said}")
-    assert "\n" not in line
+
+
+class Mortal(Faulty):
+    """Dies in step 2 of the episodes of every `rare`th seed; longer episodes are paid more."""
+
+    rare = 16
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        answer = super().reset(seed=seed)
+        self.dies = seed % self.rare == 0
+        return answer
+
+    def step(self, action: int) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        if self.dies and self.made == 2:
+            os._exit(3)
+        return observation, float(action), terminated, truncated, info
+
+
+@pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"algorithm": "grpo", "steps": 4, "rollouts": {"starts_per_step": 12, "group_size": 2}},
+        {"algorithm": "ppo", "steps": 2, "rollouts": {"kind": "fragments", "environments": 6, "fragment_steps": 20}},
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_a_run_goes_on_without_the_episodes_whose_environment_died(tables, register, tmp_path):
+    register(Mortal)
+    run_dir = tmp_path / "run"
+    config = config_from_dict(
+        {**tables, "run_dir": str(run_dir), "environment": {"id": NAME}, "evaluation": {"episodes": 60}}
+    )
+    summary = run(config)
+    assert summary["steps"] == tables["steps"]
+    records = read_metrics(run_dir)
+    assert sum(record["groups/failed_rollouts"] for record in records) > 0
+    assert all(np.isfinite(value) for record in records for value in record.values() if isinstance(value, float))
+    assert summary["evaluations"][0]["after"]["count"] < 60
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
+def test_a_run_stops_if_more_than_a_fifth_of_its_episodes_fail(register, tmp_path):
+    register(type("Frail", (Mortal,), {"rare": 2}))
+    config = config_from_dict({"steps": 4, "run_dir": str(tmp_path / "run"), "environment": {"id": NAME}})
+    with pytest.raises(
+        EnvironmentFault, match=r"^the environment died, or did not answer, in \d+ of \d+ episodes, more"
+    ):
+        run(config)
 
 
 @pytest.mark.parametrize("does", [lambda: os._exit(3), lambda: time.sleep(600)], ids=["exit", "sleep"])

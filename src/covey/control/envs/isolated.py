@@ -4,7 +4,8 @@
        \\__ shared memory: the reset seed and the step of the present call __/
 
 One process for all copies exchanges one message in a step; `AsyncWithDeadline` has a process for each copy. A process
-that dies or hangs is started again once, and the episodes that it had begun are played again.
+that dies or hangs is started again, and the episodes that it had begun are played again. If it dies or hangs a second
+time in the same call of a copy, the episode of that copy has failed.
 
 Shape legend: N slots (copies).
 """
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from covey.config import ConfigError
 from covey.control.envs.checked import EnvironmentFault, fault_of
-from covey.control.envs.manual_reset import ManualResetVectorEnv, place_of
+from covey.control.envs.manual_reset import FAILED, ManualResetVectorEnv, place_of
 from covey.control.envs.registration import refuse_broken
 
 CLOSE_SECONDS = 2.0  # for the `close` of the environments
@@ -44,7 +45,9 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 class ProcessFault(EnvironmentFault):
-    """The process of an environment died, or did not answer in time."""
+    """The process of an environment died, or did not answer in time, in a call of the copy `slot`; -1: in none."""
+
+    slot = -1
 
 
 class IsolatedVectorEnv(VectorEnv):
@@ -61,16 +64,17 @@ class IsolatedVectorEnv(VectorEnv):
 
     def __init__(self, make: Callable[[], ManualResetVectorEnv], name: str, timeout_seconds: float) -> None:
         self._make, self._name, self._timeout_seconds = make, name, timeout_seconds
-        self._place = np.frombuffer(mmap.mmap(-1, 16), dtype=np.int64)
+        self._place = np.frombuffer(mmap.mmap(-1, 24), dtype=np.int64)
         self._start()
         # Of the episode in each slot: the seed, the actions so far, and the last observation.
         self._seeds: list[int] = [0] * self.num_envs
         self._actions: list[list[Any]] = [[] for _ in range(self.num_envs)]
         self._observed: list[Any] = [None] * self.num_envs
-        self._going_N = np.zeros(self.num_envs, dtype=np.bool_)
+        self._going_N, self._failed_N = np.zeros((2, self.num_envs), dtype=np.bool_)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         mask_N = (options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_))
+        self._failed_N &= ~mask_N
         observations, infos = self._repeated("reset_slots", seed, options)
         for slot in np.flatnonzero(mask_N).tolist():
             self._seeds[slot], self._actions[slot] = seed[slot], []
@@ -79,12 +83,15 @@ class IsolatedVectorEnv(VectorEnv):
         return observations, infos
 
     def step(self, actions: Any) -> Any:
-        result = self._repeated("step", actions)
+        observations, rewards, terminated_N, truncated_N, infos = self._repeated("step", actions)
+        failed_N = self._failed_N & self._going_N
+        if failed_N.any():
+            truncated_N, infos = truncated_N | failed_N, infos | {FAILED: failed_N}
         for slot in np.flatnonzero(self._going_N).tolist():
             self._actions[slot].append(actions[slot])
-        self._going_N &= ~(result[2] | result[3])
-        self._observed = list(iterate(self.observation_space, result[0]))
-        return result
+        self._going_N &= ~(terminated_N | truncated_N)
+        self._observed = list(iterate(self.observation_space, observations))
+        return observations, rewards, terminated_N, truncated_N, infos
 
     def render(self) -> Any:
         return self._ask("render")
@@ -99,24 +106,31 @@ class IsolatedVectorEnv(VectorEnv):
         self._process.end()
 
     def _repeated(self, call: str, *arguments: Any) -> Any:
-        """The result of a call, asked a second time if the process died or hung in an episode."""
-        try:
-            return self._ask(call, *arguments)
-        except ProcessFault as fault:
-            if not any(self._actions):
-                raise
-            self._start()
-            self._replay(fault)
-            warnings.warn(f"{fault}. It was started again, and its episodes were played again", stacklevel=2)
-            return self._ask(call, *arguments)
+        """The result of a call. A slot in which the process dies or hangs twice has failed, and rests."""
+        once: set[int] = set()
+        while True:
+            try:
+                return self._ask(call, *arguments)
+            except ProcessFault as fault:
+                if self._observed[0] is None or fault.slot < 0:
+                    raise  # nothing has begun
+                self._failed_N[fault.slot] |= fault.slot in once
+                what = "that episode is left out" if fault.slot in once else "its episodes were played again"
+                once.add(fault.slot)
+                self._start()
+                self._replay(fault, skips_reset=call != "step")
+                warnings.warn(f"{fault}. It was started again, and {what}", stacklevel=2)
 
-    def _replay(self, fault: ProcessFault) -> None:
-        """Play the begun episodes again.
+    def _replay(self, fault: ProcessFault, *, skips_reset: bool) -> None:
+        """Play the begun episodes again, except those that failed.
 
         Raises:
             ProcessFault: if they end in another observation.
         """
         for slot, observed in enumerate(self._observed):
+            if self._failed_N[slot]:
+                self._ask("rest", slot, observed, skips_reset)
+                continue
             found = self._ask("replay", slot, self._seeds[slot], self._actions[slot])
             flat, known = (
                 np.asarray(gym.spaces.flatten(self.single_observation_space, one)) for one in (found, observed)
@@ -148,23 +162,24 @@ class IsolatedVectorEnv(VectorEnv):
             in_time = self._process.pipe.poll(seconds)
             result = self._process.pipe.recv() if in_time else None
         except (EOFError, OSError):
-            raise ProcessFault(f"{self._where()}: its process {self._process.end()}") from None
+            raise self._fault(f"its process {self._process.end()}") from None
         if not in_time:
             self._process.end()
-            raise ProcessFault(
-                f"{self._where()}: it did not answer within {seconds:g} s: if it is only slow, raise "
-                "environment.timeout_seconds"
+            raise self._fault(
+                f"it did not answer within {seconds:g} s: if it is only slow, raise environment.timeout_seconds"
             )
         if isinstance(result, EnvironmentFault | ConfigError):
             self._process.end()
             raise result
         return result
 
-    def _where(self) -> str:
-        seed, steps = self._place.tolist()
-        if steps < 0:
-            return f"environment {self._name!r}, while it was made"
-        return place_of(self._name, None if seed < 0 else seed, steps)
+    def _fault(self, what: str) -> ProcessFault:
+        slot, seed, steps = self._place.tolist()
+        made = steps >= 0
+        place = place_of(self._name, None if seed < 0 else seed, steps) if made else f"environment {self._name!r}"
+        fault = ProcessFault(f"{place}{'' if made else ', while it was made'}: {what}")
+        fault.slot = slot
+        return fault
 
 
 class _Process:
@@ -229,8 +244,8 @@ def _answer_calls(
             if call == "describe":
                 with refuse_broken(name):
                     vector = make()
-                for env in vector.envs:
-                    env.known_place = place
+                for slot, env in enumerate(vector.envs):
+                    env.slot, env.known_place = slot, place
                 result = [getattr(vector, attribute) for attribute in DESCRIBED]
             else:
                 result = getattr(vector, call)(*arguments)

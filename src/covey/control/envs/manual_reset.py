@@ -25,6 +25,7 @@ from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_o
 from covey.runtime.safe_path import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
+FAILED = "covey/failed"  # the same: slots whose process died or hung in this step, which truncated their episode
 PROBE_STEPS = 24  # decisions over which a copied environment is compared with the original
 
 
@@ -42,7 +43,9 @@ class ActionRepeat(gym.Wrapper):
         self._seed: int | None = None
         self._steps = 0  # number of steps of the episode
         self.observation: Any = None  # the last one
-        self.known_place: NDArray[np.int64] | None = None  # seed and step of this call, where another process reads it
+        self.slot = 0
+        self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
+        self._skips_reset = False
 
     @property
     def place(self) -> str:
@@ -50,9 +53,12 @@ class ActionRepeat(gym.Wrapper):
         return place_of(self._name, self._seed, self._steps)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._skips_reset:
+            self._skips_reset = False
+            return self.observation, {}
         self._over, self._seed, self._steps = False, seed, 0
         if self.known_place is not None:
-            self.known_place[:] = -1 if seed is None else seed, 0
+            self.known_place[:] = self.slot, -1 if seed is None else seed, 0
         try:
             answer = self.env.reset(seed=seed, options=options)
             if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -62,6 +68,10 @@ class ActionRepeat(gym.Wrapper):
             raise fault_of(error, self.place) from error
         return self.observation, {}
 
+    def rest(self, observation: Any, *, skips_reset: bool) -> None:
+        """Ignore steps until the next reset; with `skips_reset` until the one after it."""
+        self._over, self.observation, self._skips_reset = True, observation, skips_reset
+
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._over:
             return self.observation, 0.0, False, False, {}
@@ -70,7 +80,7 @@ class ActionRepeat(gym.Wrapper):
             for made in range(1, self._repeat + 1):  # noqa: B007
                 self._steps += 1
                 if self.known_place is not None:
-                    self.known_place[:] = -1 if self._seed is None else self._seed, self._steps
+                    self.known_place[:] = self.slot, -1 if self._seed is None else self._seed, self._steps
                 observation, reward, ended, cut, _ = self.env.step(action)
                 self.observation = checked_observation(observation, self.observation_space)
                 total += checked_reward(reward)
@@ -108,6 +118,12 @@ class ManualResetVectorEnv(SyncVectorEnv):
         for action in actions:
             self._env_obs[slot] = env.step(action)[0]
         return self._env_obs[slot]
+
+    def rest(self, slot: int, observation: Any, skips_reset: bool) -> Any:
+        """Leave a slot with this observation until its next reset, or until the one after it; returns it."""
+        self.envs[slot].rest(observation, skips_reset=skips_reset)  # type: ignore[attr-defined]
+        self._env_obs[slot] = observation
+        return observation
 
     def snapshot(self, slot: int) -> gym.Env:
         """A copy of a sub-environment."""

@@ -26,6 +26,7 @@ from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.isolated import IsolatedVectorEnv
 from covey.control.envs.manual_reset import (
+    FAILED,
     RAW_STEPS,
     ActionRepeat,
     AsyncWithDeadline,
@@ -51,6 +52,7 @@ class Step:
     terminated_N: NDArray[np.bool_]
     truncated_N: NDArray[np.bool_]
     steps_N: NDArray[np.int64]  # raw environment steps of the decision; 0 for a finished slot
+    failed_N: NDArray[np.bool_] | None = None  # True if the environment failed, which truncated its episode; None: no
 
 
 class Environments:
@@ -128,6 +130,7 @@ class Environments:
             terminated_N=terminated_N,
             truncated_N=truncated_N,
             steps_N=np.asarray(infos.get(RAW_STEPS, acted_N), dtype=np.int64),
+            failed_N=infos.get(FAILED),
         )
 
     def random_actions(self, position: int) -> NDArray[Any]:

@@ -50,7 +50,7 @@ from covey.llm.generation.decoder import Decoder, token_bytes
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
-from covey.llm.generation.trial import Trial, in_fp32
+from covey.llm.generation.trial import Trial, attention_note, in_fp32
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.native.bindings import KernelSet, kernels_for
 
@@ -138,7 +138,7 @@ def choose_backend(module: PreTrainedModel) -> Backend:
     trial = Trial(module)
     with in_fp32(module):
         trial.refuse_unusable()
-        note = trial.other_attention()
+        note = attention_note(trial)
         shares = trial.shares_prompts()
     trial.refuse_without_gradient()
     kernels = find_kernels(module.device)

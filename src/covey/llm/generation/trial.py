@@ -102,32 +102,6 @@ class Trial:
             f"an autoregressive language model; {hint}"
         )
 
-    def other_attention(self) -> str:
-        """A note if transformers' own attention, eager and sdpa, gives two distributions for this model; else empty.
-
-        Every other trial compares with the implementation that the model has, so none of them can detect this.
-        """
-        ours = self.module.config._attn_implementation
-        if is_llama_like(self.module) or not self.module._supports_sdpa or ours not in EAGER_AND_SDPA:
-            return ""
-        ids = self.ids[: self.longest]
-        (known,) = self.plain.after([ids])
-        other = EAGER_AND_SDPA[1 - EAGER_AND_SDPA.index(ours)]
-        try:
-            for config, _ in self.attention:
-                config._attn_implementation_internal = other
-            (found,) = PlainPasses(self.module).after([ids])
-        except Exception:  # whatever transformers raises for a model without this implementation
-            return ""
-        finally:
-            self.restore_attention()
-        if _agree(found, known):
-            return ""
-        return (
-            f"transformers' {other} attention gives other log-probabilities than the {ours} attention that is used, "
-            f"{float((exact_logprobs(found) - exact_logprobs(known)).abs().max()):.2g} nats at most"
-        )
-
     def refuse_without_gradient(self) -> None:
         """Check that a backward pass reaches the weights; the forward pass of some models has no gradient.
 
@@ -220,6 +194,33 @@ class Trial:
         decoder.prefill([self.ids[:length]], 1)
         assert isinstance(decoder, (CacheDecoder, FullForwardDecoder))
         return decoder.state_bytes()
+
+
+def attention_note(trial: Trial) -> str:
+    """A note if transformers' own attention, eager and sdpa, gives two distributions for this model; else empty.
+
+    Every other trial compares with the implementation that the model has, so none of them can detect this.
+    """
+    ours = trial.module.config._attn_implementation
+    if is_llama_like(trial.module) or not trial.module._supports_sdpa or ours not in EAGER_AND_SDPA:
+        return ""
+    ids = trial.ids[: trial.longest]
+    (known,) = trial.plain.after([ids])
+    other = EAGER_AND_SDPA[1 - EAGER_AND_SDPA.index(ours)]
+    try:
+        for config, _ in trial.attention:
+            config._attn_implementation_internal = other
+        (found,) = PlainPasses(trial.module).after([ids])
+    except Exception:  # whatever transformers raises for a model without this implementation
+        return ""
+    finally:
+        trial.restore_attention()
+    if _agree(found, known):
+        return ""
+    return (
+        f"transformers' {other} attention gives other log-probabilities than the {ours} attention that is used, "
+        f"{float((exact_logprobs(found) - exact_logprobs(known)).abs().max()):.2g} nats at most"
+    )
 
 
 def _decode(
