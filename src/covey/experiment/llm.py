@@ -246,7 +246,7 @@ class LLMBuilder:
                 models.critics,
                 shared_trunk=config.critic.trunk == "policy",
                 team=self.team,
-            ),
+            ),  # fmt: skip
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
             selection=build_selection(config.selection),
