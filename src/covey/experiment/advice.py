@@ -10,9 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from covey.algorithms import Algorithm
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
@@ -21,6 +20,9 @@ from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE
 from covey.tracking.score_kinds import ACCURACY
 from covey.tracking.wording import find_wording
+
+if TYPE_CHECKING:  # it imports torch, and `covey compare` reports a mistake before that
+    from covey.algorithms import Algorithm
 
 Config = RunConfig | ControlConfig
 

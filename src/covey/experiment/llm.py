@@ -234,6 +234,10 @@ class LLMBuilder:
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
             sampler_weights,
         )  # fmt: skip
+        learners = build_learners(
+            config, algorithm, policy, kl_coefficient, models.trained, models.critics,
+            shared_trunk=config.critic.trunk == "policy", team=self.team,
+        )  # fmt: skip
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
@@ -242,16 +246,7 @@ class LLMBuilder:
             reference=models.reference,
             reference_updater=build_reference_updater(config, models),
             algorithm=algorithm,
-            learners=build_learners(
-                config,
-                algorithm,
-                policy,
-                kl_coefficient,
-                models.trained,
-                models.critics,
-                shared_trunk=config.critic.trunk == "policy",
-                team=self.team,
-            ),
+            learners=learners,
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
             selection=build_selection(config.selection),
