@@ -32,8 +32,8 @@ def math_equal(completions: Sequence[Any], *, answer_column: str = "answer", **c
     """1 if the answer of a completion is mathematically equal to the right one, else 0.
 
     The answer that a completion states (`final_answer`) is read as LaTeX, as a whole; math-verify looks for it in a
-    completion without a mark and without a digit. The same holds for the right answer, which is LaTeX if it is not marked. A
-    completion without an answer that can be parsed gets 0.
+    completion without a mark and without a digit. The same holds for the right answer, which is LaTeX if it is not
+    marked. A completion without an answer that can be parsed gets 0.
 
     Raises:
         ValueError: if the column is missing, or the right answer cannot be parsed.
