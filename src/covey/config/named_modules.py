@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from covey.config.common import ConfigError
+from covey.config.files import user_path
 
 _SITE = {"site-packages", "dist-packages"}  # folders of installed packages
 _OWN = "a recipe names your own files"
@@ -92,7 +93,7 @@ def search_path(name: str, where: str = "", library: str = "covey") -> list[str]
     source = name.rpartition(":")[0]
     folder = os.getcwd()
     if source.endswith(".py"):
-        file = Path(source).expanduser().resolve()
+        file = user_path(source, f"{where or name}: ").resolve()
         refuse_installed(file, where or name)
         folder = str(file.parent)
     elif source.startswith("covey.") or not _is_in(folder, find_module(source, where or name, library)):

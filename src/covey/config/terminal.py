@@ -15,9 +15,9 @@ _COMMAND = re.compile(r"(?<=: )(covey [a-z]|import covey;).*$")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print lines to standard output or `file` without control characters, wrapped to its terminal if it is one."""
+    """Print lines to standard output or `file`, wrapped to its terminal if it is one."""
     stream = sys.stdout if file is None else file
-    print(fitted(printable(text), width_of(stream)), file=stream)
+    print(fitted(text, width_of(stream)), file=stream)
 
 
 def width_of(stream: TextIO) -> int | None:
@@ -26,12 +26,13 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def fitted(text: str, width: int | None, indent: str = "") -> str:
-    """Wrap `text` to lines of at most `width` characters; a longer word or command has a line of its own.
+    """Wrap `text`, without control characters, to lines of `width`; a longer word or command has a line of its own.
 
     Args:
         width: in characters; None leaves the lines as they are.
         indent: added to the line's own indent in the second and later lines of a wrapped line.
     """
+    text = printable(text)
     return text if width is None else "\n".join(_broken(line, width, indent) for line in text.split("\n"))
 
 

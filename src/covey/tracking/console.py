@@ -63,7 +63,7 @@ class Display:
     ) -> None:
         self.total_steps, self.show_rollouts_every = total_steps, show_rollouts_every
         self.wording: Wording = find_wording({"domain": domain, "score_kind": score_kind})
-        self.title = title
+        self.title = Text(printable(title))
         self.diagnosis = diagnosis or Diagnosis({}, checks=())
         self.step = 0
         self.console = console or plain_console()
@@ -123,9 +123,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a permanent line, such as a warning, wrapped between words without breaking commands."""
-        self._print(
-            Text(fitted(printable(text), self.console.width if self.console.is_terminal else None)), soft_wrap=True
-        )
+        self._print(Text(fitted(text, self.console.width if self.console.is_terminal else None)), soft_wrap=True)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -206,9 +204,7 @@ class Display:
             if len(values) > 1:
                 line = Text().append(f"{shown.label:<11}", "dim").append(sparkline(values), color)
                 body.append(line.append(f"  from {shown.write(values[0])} to {shown.write(values[-1])}", "dim"))
-        return Panel(
-            Group(*body), title=Text(printable(self.title)), title_align="left", border_style="dim", padding=(0, 1)
-        )
+        return Panel(Group(*body), title=self.title, title_align="left", border_style="dim", padding=(0, 1))
 
 
 class _Bar:
