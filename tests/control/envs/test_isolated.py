@@ -122,7 +122,6 @@ def test_a_run_goes_on_without_the_episodes_whose_environment_died(tables, regis
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 @pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
 def test_a_run_stops_if_more_than_a_fifth_of_its_episodes_fail(register, tmp_path):
     register(type("Frail", (Mortal,), {"rare": 2}))
