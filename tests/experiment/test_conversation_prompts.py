@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from covey.config import (
     SamplingConfig,
 )
 from covey.config.conversation import with_conversation
+from covey.config.sft import SFTConfig
+from covey.config.validate_sft import validate_sft
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import LLMBuilder
+from covey.experiment.sft import read_data
 from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.model.loading import load_chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from helpers import guessing
@@ -87,3 +92,33 @@ def test_a_line_that_is_too_long_with_the_observation_is_named_before_the_model_
     world = built("drop", 20)
     world.close()
     assert any("1 line dropped as too long for the model" in note for note in world.notes)
+
+
+def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path) -> None:
+    """`covey sft` and `covey train` describe the same tools, for a prompt that is a text and for messages."""
+    tiny_folder(tmp_path / "tiny")
+    prompts = [
+        "12",
+        [{"role": "user", "content": "34"}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+    ]
+    rows = [json.dumps({"prompt": prompt, "completion": "5"}) + "\n" for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    environment = f"{guessing.__file__}:Dice"
+    config = RunConfig(
+        model=str(tmp_path / "tiny"),
+        conversation=ConversationConfig(environment),
+        sft=SFTConfig(data=str(tmp_path / "rows.jsonl"), held_out_fraction=0),
+    )
+    validate_sft(config)
+    examples = read_data(config).training
+    kind = build_rollout_kind(config)
+    try:
+        chat, _ = load_chat(config.model)
+        sampler = kind.sampler(LanguageSampler(None, chat, 0, 4))
+        assert [example.prompt for example in examples] == [sampler.context_of(prompt, "") for prompt in prompts]
+        assert "roll" in chat.decode(examples[0].prompt)
+    finally:
+        kind.close()
+    with pytest.raises(ConfigError, match=r"conversation.environment: there is no environment 'dic'"):
+        validate_sft(replace(config, conversation=ConversationConfig("dic")))

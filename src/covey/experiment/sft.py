@@ -36,6 +36,7 @@ from covey.config.validate_sft import is_sampled, validate_sft
 from covey.data import Batch
 from covey.experiment.advice import Launch
 from covey.experiment.build import build_checkpoints, build_optimizer
+from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.resuming import load_newest
 from covey.experiment.sft_samples import examples_of_run, sampled_examples
@@ -158,8 +159,10 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     """
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
-    examples = read_source(config, chat) if examples is None else examples
-    encoder, longest = ExampleEncoder(chat), longest_example(model_config, config.sft.max_tokens)
+    examples = read_source(config) if examples is None else examples
+    kind = build_rollout_kind(config)  # its environment describes the tools that a prompt has
+    kind.close()
+    encoder, longest = ExampleEncoder(chat, kind.tools), longest_example(model_config, config.sft.max_tokens)
     drop = config.sft.long_examples == "drop"
     training, held_out = (
         encode_examples(some, encoder, longest, drop=drop) for some in (examples.training, examples.held_out)
