@@ -10,13 +10,17 @@ import pytest
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
 from covey.config.sft_data import check_rows
+from covey.data import EndReason
+from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.styles import ToolStyle
 from covey.llm.conversation.tool_calls import read_calls
-from covey.llm.conversation.tools import Tool
+from covey.llm.conversation.tools import Tool, describe_tools
+from covey.llm.generation.generator import Completion
 from covey.llm.model.chat import Chat
 from covey.llm.sft.encoding import ExampleEncoder
 from helpers.chat_models import CHAT_MODELS, chat_of
+from helpers.in_threads import EnvironmentThreads
 from helpers.tool_templates import FORMATS, TEMPLATES
 
 ON_TOKENIZER_OF = {"hermes3": "qwen2.5", "qwen3_coder": "qwen2.5", "mistral_small": "mistral"}
@@ -270,3 +274,39 @@ def test_the_encoder_of_turns_is_that_of_rollouts() -> None:
     read = ToolStyle(chat, [TOOL]).read(encoded.actions[: begin - 1])
     replies = ToolStyle(chat, [TOOL]).take(read, {"texts": ["42"]}).replies
     assert encoded.actions[begin:end] == ConversationEncoder(chat).after_turn(replies, ended=True)
+
+
+class Adder:
+    """Adds."""
+
+    def add(self, a: int, b: int, note: str = "") -> str:
+        """Adds.
+
+        Args:
+            a: first
+            b: second
+            note: any
+        """
+        return str(a + b)
+
+
+@pytest.mark.parametrize("name", [name for name, model in CHAT_MODELS.items() if len(model.ends) > 1])
+def test_a_turn_that_a_special_token_ended_as_a_stop_string_is_as_one_that_the_end_token_ended(name: str) -> None:
+    """The template's end of a turn, which this model does not declare as an end token."""
+    declared = chat_of(name)
+    end = declared.tokenizer.convert_tokens_to_ids(CHAT_MODELS[name].ends[0])
+    written = encode(declared, {"messages": [USER, turn(call(SUM))]}, [TOOL]).actions
+    assert written[-1] == end
+    found = []
+    for chat in (declared, Chat(declared.tokenizer, declared.end_ids - {end})):
+        session = EnvironmentThreads(Adder).open(0)
+        encoder, style = ConversationEncoder(chat), ToolStyle(chat, describe_tools(Adder))
+        one = Conversation(session, style, encoder, Limits(9, 99, 999))
+        one.begin(USER["content"], session.ask({"do": "reset", "columns": {}}))
+        completion = Completion(list(written), [-1.0] * len(written), EndReason.STOP, 0)
+        found.append((one.answer(completion).result(60), one.messages))
+        assert one.failure == ""
+        session.close()
+    assert found[0] == found[1]
+    assert found[0][0] is not None
+    assert found[0][1][1]["content"] == "42"

@@ -156,7 +156,7 @@ class _Reader:
         self.calls: list[ToolCall] = []
         self.errors: list[str] = []
         self.unread: list[str] = []
-        self.spans: list[tuple[int, int]] = []  # of the text of calls that were read
+        self.spans: list[tuple[int, int]] = []  # of the text of calls and JSON values that were read
 
     def skip_to(self, mark: re.Pattern[str]) -> re.Match[str] | None:
         """Move behind the next mark; the text before it, or all that is left, is content."""
@@ -180,6 +180,7 @@ class _Reader:
             raise _CannotRead(f"it is no valid JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
             raise _CannotRead(f"it is no valid JSON: {str(error)[:100]}") from None
+        self.spans.append((begin, self.place))
         return value
 
     def take_call(self, end: re.Pattern[str], read: Callable[[], Iterable[ToolCall]]) -> None:
