@@ -226,6 +226,17 @@ class Conversations:
         )
 
 
+def tools_of(config: RunConfig) -> Sequence[Tool] | None:
+    """The tools of a recipe's conversations; None if it has none.
+
+    Raises:
+        ConfigError: as `build_rollout_kind`.
+    """
+    kind = build_rollout_kind(config)
+    kind.close()
+    return kind.tools
+
+
 def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKind:
     """The kind of rollouts of a run; the environments of conversations are started and described.
 

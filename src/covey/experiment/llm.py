@@ -166,11 +166,10 @@ class LLMBuilder:
         except BaseException:
             self._open.close()
             raise
-        self._prompts_checked = False  # True if the lengths of the prompts were checked
+        self._prompts_checked, self._prompt_notes = False, list[str]()  # whether the lengths of the prompts were
         found = find_chat(self.config.model) if isinstance(self.problem.task, PromptDataset) else None
         if found is not None:
-            chat, model_config = found
-            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            self._fit_prompts(found[0].with_config(config.chat), found[1], self._prompt_notes.append)
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
         """The problem without prompts that are too long. A file's prompts are checked at once, others when drawn."""
@@ -190,7 +189,8 @@ class LLMBuilder:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.problem.notes(self.config.evaluation.problems, "evaluation.problems"), *self.kind.notes()]
+        of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
+        return [*of_problem, *self._prompt_notes, *self.kind.notes()]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling

@@ -95,6 +95,14 @@ class Chat:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self.check_ids(ids)
 
+    def begins_twice(self, prompt: Any) -> bool:
+        """True if a prompt that is a text begins with the model's first token, because a chat template has rendered it,
+        and the tokenizer adds the token once more.
+        """
+        begin, id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
+        is_text = isinstance(prompt, str) and not isinstance(prompt, TokenPrompt)
+        return is_text and begin is not None and prompt.startswith(begin) and self.encode(prompt)[:2] == (id, id)
+
     def encode_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat that ends with the model's answer, by the model's chat template.
 
