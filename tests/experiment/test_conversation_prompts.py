@@ -163,4 +163,4 @@ def test_the_prompt_that_the_model_reads_is_shown_and_recorded(tmp_path: Path, m
         assert group_page(1, group)["model_prompt"] == f"{PAD}{first['prompt']}"
     console = Console(file=io.StringIO())
     RolloutPrinter(console).group(1, groups[0])
-    assert "model read <s><s>" in console.file.getvalue()
+    assert f"model read {PAD}{PAD}" in console.file.getvalue()
