@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from tokenizers.processors import TemplateProcessing
 
 from covey.config import (
     ConfigError,
     Conversation,
     ConversationConfig,
     DatasetConfig,
+    EvaluationConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
 )
 from covey.config.conversation import with_conversation
+from covey.config.sft import SFTConfig
+from covey.config.validate_sft import validate_sft
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import LLMBuilder
+from covey.experiment.run import check, run
+from covey.experiment.sft import read_data
 from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.model.loading import load_chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from covey.tracking.rollout_text import RolloutPrinter
+from covey.tracking.run_reader import RunReader
+from covey.watch.rollouts import group_page
 from helpers import guessing
 from helpers.chat_models import tiny_chat
-from helpers.tiny_models import tiny_folder, tiny_model
+from helpers.tiny_models import PAD, tiny_folder, tiny_model, tiny_tokenizer
 
 TOTAL = 20
 
@@ -87,3 +100,67 @@ def test_a_line_that_is_too_long_with_the_observation_is_named_before_the_model_
     world = built("drop", 20)
     world.close()
     assert any("1 line dropped as too long for the model" in note for note in world.notes)
+
+
+def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path) -> None:
+    """`covey sft` and `covey train` describe the same tools, for a prompt that is a text and for messages."""
+    tiny_folder(tmp_path / "tiny")
+    prompts = [
+        "12",
+        [{"role": "user", "content": "34"}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+    ]
+    rows = [json.dumps({"prompt": prompt, "completion": "5"}) + "\n" for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    environment = f"{guessing.__file__}:Dice"
+    config = RunConfig(
+        model=str(tmp_path / "tiny"),
+        conversation=ConversationConfig(environment),
+        sft=SFTConfig(data=str(tmp_path / "rows.jsonl"), held_out_fraction=0),
+    )
+    validate_sft(config)
+    examples = read_data(config).training
+    kind = build_rollout_kind(config)
+    try:
+        chat, _ = load_chat(config.model)
+        sampler = kind.sampler(LanguageSampler(None, chat, 0, 4))
+        assert [example.prompt for example in examples] == [sampler.context_of(prompt, "") for prompt in prompts]
+        assert "roll" in chat.decode(examples[0].prompt)
+    finally:
+        kind.close()
+    with pytest.raises(ConfigError, match=r"conversation.environment: there is no environment 'dic'"):
+        validate_sft(replace(config, conversation=ConversationConfig("dic")))
+
+
+def test_the_prompt_that_the_model_reads_is_shown_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In check, the first rollout of a group, show and the page; a text that a template has rendered is told."""
+    monkeypatch.chdir(tmp_path)
+    tiny_folder(tmp_path / "tiny")
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = PAD
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=[(PAD, 0)])
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    rows = [{"prompt": f"{PAD}{n}+1=", "answer": str(n + 1)} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RunConfig(
+        model="tiny", steps=1, precision="fp32", task=DatasetConfig(path="rows.jsonl"),
+        sampling=SamplingConfig(prompts_per_step=2, group_size=2, max_new_tokens=2),
+        evaluation=EvaluationConfig(problems=1), rewards=(RewardConfig(name="numeric"),), run_dir="run",
+    )  # fmt: skip
+    notes = check(config)
+    assert notes[0].startswith("the model reads the first held-out prompt as 6 tokens:")
+    assert any(note.startswith(PAD + PAD) for note in notes)
+    assert any("begin with '<pad>', and the tokenizer adds it" in note for note in notes)
+    run(config)
+    reader = RunReader(tmp_path / "run")
+    groups, _ = reader.groups(1)
+    for group in groups:
+        first, second = group.rollouts
+        assert first["model_prompt"]["text"] == f"{PAD}{first['prompt']}"
+        assert first["model_prompt"]["ids"][:2] == [tokenizer.bos_token_id] * 2
+        assert "model_prompt" not in second, "once for a group"
+        assert group.model_prompt(1) == f"{PAD}{first['prompt']}"
+        assert group_page(1, group)["model_prompt"] == f"{PAD}{first['prompt']}"
+    console = Console(file=io.StringIO())
+    RolloutPrinter(console).group(1, groups[0])
+    assert f"model read {PAD}{PAD}" in console.file.getvalue()

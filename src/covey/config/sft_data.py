@@ -197,6 +197,21 @@ def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"{name!r} is a text that is no JSON: give a list of JSON schemas") from None
     if not value:
         return ()
-    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in value):
+    if not isinstance(value, (list, tuple)):
         raise ValueError(f"{name!r} must be a list of JSON schemas (objects), this is {kind_name(value)}")
-    return tuple(value)
+    return tuple(_schema(tool, f"entry {number} of {name!r}") for number, tool in enumerate(value, start=1))
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    """The schema of a function as chat templates read it; the function alone is accepted too."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise ValueError(f"{where} is no JSON schema of a function: it needs a 'name'")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    properties = parameters.get("properties") or {} if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping) or not all(isinstance(schema, Mapping) for schema in properties.values()):
+        raise ValueError(f"{where} needs 'parameters' that are a JSON schema with 'properties'")
+    if not isinstance(parameters.get("required") or [], list):
+        raise ValueError(f"{where} has 'required', which must be a list of names")
+    known = {key: value for key, value in parameters.items() if value is not None}
+    return {"type": "function", "function": {**function, "parameters": {**known, "properties": dict(properties)}}}

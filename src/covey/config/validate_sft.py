@@ -33,6 +33,7 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
             "covey sft trains all weights, and [lora] asks for an adapter: give --lora.rank 0 (and take lora.adapter "
             "out); covey train can begin an adapter on the trained model"
         )
+    check_conversation(config, own_environment=False)
     _check_columns(config.sft)
     if not resuming:
         _check_source(config)
@@ -82,8 +83,6 @@ def _check_source(config: RunConfig) -> None:
             )
         if data == SAMPLES:
             validate(config)
-        else:
-            check_conversation(config, own_environment=False)
         return
     if data in EXAMPLES_BY_NAME:
         return

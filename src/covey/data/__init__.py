@@ -14,7 +14,7 @@ from covey.data.protocols import (
     Task,
     Team,
 )
-from covey.data.records import RolloutCredit, StepRecord, TokenTable
+from covey.data.records import PromptTable, RolloutCredit, StepRecord, TokenTable
 from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
 from covey.data.wire import decode_groups, encode_groups
 
@@ -28,6 +28,7 @@ __all__ = [
     "Observer",
     "Policy",
     "PolicyOutput",
+    "PromptTable",
     "ReferenceUpdater",
     "RewardModelUpdater",
     "Rollout",

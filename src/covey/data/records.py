@@ -24,8 +24,16 @@ class TokenTable:
 
 
 @dataclass(frozen=True)
+class PromptTable:
+    """The prompt as the model read it."""
+
+    text: str  # with the special tokens
+    ids: list[int]
+
+
+@dataclass(frozen=True)
 class RolloutCredit:
-    """What a step computed from the reward of a rollout.
+    """What a step computed from the reward of a rollout, and what is recorded with it.
 
     >>> RolloutCredit(advantage=1.73, baseline=0.25)  # reward 1 in a group of four with the mean 0.25
     """
@@ -33,6 +41,7 @@ class RolloutCredit:
     advantage: float | None  # mean over the decisions; None: grading failed, or the group was dropped
     baseline: float | None  # mean reward of the group's graded rollouts, of a critic its mean value; None: unknown
     tokens: TokenTable | None = None
+    prompt: PromptTable | None = None  # None: that of the rollout before it in the group, or no language model
 
 
 @dataclass(frozen=True)

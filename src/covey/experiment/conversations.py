@@ -33,6 +33,10 @@ class RolloutKind(Protocol):
     """What a rollout of a run is: a completion, or a conversation."""
 
     @property
+    def tools(self) -> Sequence[Tool] | None:
+        """The tools of a conversation; None: rollouts are no conversations."""
+
+    @property
     def default_rewards(self) -> tuple[RewardConfig, ...]:
         """Rewards in place of the task's own, if the recipe has none."""
 
@@ -68,6 +72,7 @@ class RolloutKind(Protocol):
 class Completions:
     """Rollouts of one turn."""
 
+    tools: Sequence[Tool] | None = None
     default_rewards: tuple[RewardConfig, ...] = ()
 
     def task(self, config: Any) -> Task:
@@ -109,7 +114,7 @@ class Conversations:
         self._observations: list[str] = []  # first ones of the environments that were tried
         described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
         self._style = described["style"]
-        self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
+        self.tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
         self._pays_turns = self._style in ("step", "respond")
         self.default_rewards = (RewardConfig(name="environment"),) if self._pays_turns else ()
 
@@ -192,7 +197,7 @@ class Conversations:
     def _style_for(self, chat: Chat) -> Style:
         if self._style == "step":
             return StepStyle(chat)
-        return (RespondStyle if self._style == "respond" else ToolStyle)(chat, self._tools)
+        return (RespondStyle if self._style == "respond" else ToolStyle)(chat, self.tools)
 
     def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
         session = self._environments.open(environment_seed(0, 0, index))
@@ -221,6 +226,17 @@ class Conversations:
             turn_rewards=[reward + (end["reward"] or 0.0)],
             environment=end["attributes"],
         )
+
+
+def tools_of(config: RunConfig) -> Sequence[Tool] | None:
+    """The tools of a recipe's conversations; None if it has none.
+
+    Raises:
+        ConfigError: as `build_rollout_kind`.
+    """
+    kind = build_rollout_kind(config)
+    kind.close()
+    return kind.tools
 
 
 def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKind:

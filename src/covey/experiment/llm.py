@@ -171,11 +171,10 @@ class LLMBuilder:
         except BaseException:
             self._open.close()
             raise
-        self._prompts_checked = False  # True if the lengths of the prompts were checked
+        self._prompts_checked, self._prompt_notes = False, list[str]()  # whether the lengths of the prompts were
         found = find_chat(self.config.model)
         if found is not None:
-            chat, model_config = found
-            self._fit_prompts(chat.with_config(config.chat), model_config, lambda text: None)
+            self._fit_prompts(found[0].with_config(config.chat), found[1], self._prompt_notes.append)
 
     def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
         """The problem without prompts that are too long. A file's prompts are checked once; of others, which are drawn
@@ -199,7 +198,7 @@ class LLMBuilder:
     @property
     def notes(self) -> list[str]:
         of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
-        return [*of_problem, *self.kind.notes(), *self._adapter_notes]
+        return [*of_problem, *self._prompt_notes, *self.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from covey.algorithms import Algorithm, KLFromOutput
 from covey.algorithms.advantages import (
@@ -41,7 +42,7 @@ from covey.train.collect import (
     LinearSize,
     LogGroupSizes,
 )
-from covey.train.record import Recorder, RolloutRecorder, TokenRecorder
+from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.selection import ByExpectedSignal, FromTheData, PromptSelection
 from covey.train.state import NeverUpdate
 
@@ -140,7 +141,9 @@ def build_group_size(config: RunConfig) -> GroupSize:
 
 def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:
     """Records the tokens of rollouts if the config says so."""
-    return TokenRecorder(policy, TokenTexts(chat.tokenizer), team) if config.record.tokens else RolloutRecorder()
+    texts = TokenTexts(chat.tokenizer)
+    prompts = partial(prompts_read, texts)
+    return TokenRecorder(policy, texts, team, prompts) if config.record.tokens else RolloutRecorder(prompts)
 
 
 def build_selection(selection: SelectionConfig) -> PromptSelection:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config import ConfigError, RunConfig
-from covey.config.fields import plural
+from covey.config.fields import plural, printable
 from covey.config.validate_process import no_step_reward, no_turn_reward
 from covey.data import Start, Task
 from covey.experiment.build import Reward
 from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.model.chat import Chat
+from covey.llm.model.loading import find_chat
 from covey.llm.rewards.row_check import check_answers, rows_of_every_kind
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import PromptDataset, task_of
@@ -32,6 +33,27 @@ class Problem:
     def metrics(self) -> dict[str, float]:
         """Counts of the task since the last call."""
         return self.task.metrics() if isinstance(self.task, FittingTask) else {}
+
+    def note_rendered_prompts(self, config: RunConfig, chat: Chat, note: Note) -> None:
+        """Tell the user of a prompt that a chat template has rendered and the tokenizer begins once more."""
+        starts = list(self.held_out)
+        if isinstance(self.task, PromptDataset):
+            starts += self.task.draw(config.seed, 1, config.sampling.prompts_per_step, first=0, before=0)
+        for line in rendered_notes((start.prompt for start in starts), chat):
+            note(line)
+
+    def prompt_as_read(self, kind: RolloutKind, config: RunConfig) -> list[str]:
+        """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
+        first observation of the environment that was tried; [] if the model's tokenizer is not on this machine.
+        """
+        found = find_chat(config.model)
+        if found is None:
+            return []
+        chat, model_config = found[0].with_config(config.chat), found[1]
+        limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=True)
+        ids = (limit.encode or chat.encode)(self.held_out[0].prompt)
+        lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
+        return [f"the model reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
 
     def notes(self, asked: int, name: str) -> list[str]:
         """Notes on the data for the user, such as fewer held-out problems than asked for.
@@ -126,13 +148,14 @@ def fit_prompts(
         config: with the token limits, and `sampling.long_prompts`: "drop" removes long prompts, else they are errors.
         chat: encodes the prompts.
         model_config: transformers' config of the model.
-        note: called with a line for the user about dropped prompts.
+        note: called with a line for the user about dropped prompts, and about those that a template has rendered.
         kind: of the rollouts, with which the rewards of the problem were tried.
         training: if False, only held-out prompts are checked.
 
     Raises:
         ConfigError: naming the first prompt that is too long; a line of a file by its number.
     """
+    problem.note_rendered_prompts(config, chat, note)
     drop, sampling = config.sampling.long_prompts == "drop", config.sampling
     limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
     longest = max(config.rollout_limit, *config.evaluation.token_limits, 0)
@@ -145,6 +168,16 @@ def fit_prompts(
     if training and not drop:
         refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
     return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
+
+
+def rendered_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
+    """A line about prompts that begin with the token which the tokenizer adds; [] if there is none."""
+    begin, count = chat.tokenizer.bos_token, sum(map(chat.begins_twice, prompts))
+    return [
+        f"{plural(count, 'prompt')} of those that were tried, rendered by a chat template, begin with {begin!r}, and "
+        "the tokenizer adds it, so the model reads it twice: take it out of the text, or give chat messages, which "
+        "covey renders"
+    ] * bool(count)
 
 
 def _shaping(config: RunConfig) -> list[WeightedReward]:

@@ -372,8 +372,10 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
     builder.close()
     if isinstance(config, RunConfig):
         from covey.experiment.backend_report import report_backend
+        from covey.experiment.llm import LLMBuilder
         from covey.llm.model.loading import check_model_files
 
+        assert isinstance(builder, LLMBuilder)
         check_model_files(config.model)
-        return [*builder.notes, report_backend(config)]
+        return [*builder.problem.prompt_as_read(builder.kind, builder.config), *builder.notes, report_backend(config)]
     return list(builder.notes)

@@ -36,7 +36,9 @@ from covey.config.validate_sft import is_sampled, validate_sft
 from covey.data import Batch
 from covey.experiment.advice import Launch
 from covey.experiment.build import build_checkpoints, build_optimizer
+from covey.experiment.conversations import tools_of
 from covey.experiment.llm import Machine, build_machine
+from covey.experiment.problem import rendered_notes
 from covey.experiment.resuming import load_newest
 from covey.experiment.sft_samples import examples_of_run, sampled_examples
 from covey.llm.generation.backend import find_kernels
@@ -114,7 +116,7 @@ def train_sft(
         origin = {
             "recipe": launch.title,
             "launch": vars(launch),
-            "config": _plain(config),
+            "config": json.loads(json.dumps(config_to_dict(replace(config, run_dir="")))),  # its folder may be moved
             "inputs": {"examples": data.digest},
             "environment": environment(machine.device, machine.dtype),
             "before": [],
@@ -158,13 +160,13 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     """
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
-    examples = read_source(config, chat) if examples is None else examples
-    encoder, longest = ExampleEncoder(chat), longest_example(model_config, config.sft.max_tokens)
+    examples = read_source(config) if examples is None else examples
+    encoder, longest = ExampleEncoder(chat, tools_of(config)), longest_example(model_config, config.sft.max_tokens)
     drop = config.sft.long_examples == "drop"
     training, held_out = (
         encode_examples(some, encoder, longest, drop=drop) for some in (examples.training, examples.held_out)
     )
-    notes = []
+    notes = rendered_notes((example.prompt for example in (*examples.training, *examples.held_out)), chat)
     dropped = len(examples.training) + len(examples.held_out) - len(training) - len(held_out)
     if dropped:
         notes.append(f"{plural(dropped, 'example')} of more than {longest:,} tokens left out")
@@ -363,12 +365,6 @@ def _result(summary: dict[str, Any]) -> str:
     if held_out["before"] is not None and held_out["after"] is not None:
         words = f"held-out loss {held_out['before']:.4f} before, {held_out['after']:.4f} after (nats per token)"
     return f"{words}. Everything is in {summary['run_dir']}"
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """A config in JSON's types, without its folder, which may have moved."""
-    tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
-    return tables
 
 
 def _read_beginning(run_dir: Path) -> tuple[dict[str, Any], RunConfig]:

@@ -174,7 +174,7 @@ def _rollout(line: dict[str, Any], sampler: LanguageSampler) -> Rollout:
     observation = text(line.get("observation"))
     decided = [logprob is not None for logprob in tokens["logprobs"]]
     return Rollout(
-        context=sampler.chat.encode(*sampler.prompt_of(line["prompt"], observation)),
+        context=sampler.context_of(line["prompt"], observation),
         actions=[int(token) for token in tokens["ids"]],
         behavior_logprobs=[0.0] * len(decided),
         end=EndReason(line["end"]),

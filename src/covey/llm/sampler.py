@@ -21,7 +21,7 @@ from covey.llm.generation.truncation import WHOLE, Truncation
 from covey.llm.model.chat import Chat, Message, ToolSchema
 from covey.llm.model.stop_strings import StopStrings
 
-GivenPrompt = tuple[str | Sequence[Message], Sequence[ToolSchema]]  # and the tools that the chat template shows
+GivenPrompt = tuple[str | Sequence[Message], Sequence[ToolSchema]]  # and the tools that the model may call
 
 
 @dataclass
@@ -73,8 +73,12 @@ class LanguageSampler:
         return [groups[number] for number in range(len(starts))]
 
     def prompt_of(self, prompt: str | Sequence[Message], observation: str) -> GivenPrompt:
-        """What `chat.encode` encodes for a start's prompt; `observation` is the first one of a conversation, or ""."""
+        """What a model was given for a start's prompt; `observation` is the first one of a conversation, or ""."""
         return prompt, ()
+
+    def context_of(self, prompt: str | Sequence[Message], observation: str) -> tuple[int, ...]:
+        """The token ids of what it was given."""
+        return self.chat.encode(prompt)
 
     def settings(self, max_new_tokens: int) -> GenerationSettings:
         """Settings of requests with this token limit."""

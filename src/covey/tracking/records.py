@@ -30,8 +30,10 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
 
     Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
     the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
-    tool's output. "dropped": true in groups that were replaced by others, and not trained on. "tokens", with
-    record.tokens: the fields of `covey.data.TokenTable`.
+    tool's output. "model_prompt": what a language model read before the completion, as "text" with special tokens and
+    as "ids"; it is in the first rollout of a group, and in one that read another prompt than the rollout before it.
+    "dropped": true in groups that were replaced by others, and not trained on. "tokens", with record.tokens: the fields
+    of `covey.data.TokenTable`.
     """
     record = {
         "step": step,
@@ -45,6 +47,7 @@ def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCre
         "advantage": credit.advantage,
         "baseline": credit.baseline,
     }
+    record |= {"model_prompt": vars(credit.prompt)} if credit.prompt is not None else {}
     record |= {"dropped": True} if group.dropped else {}
     record |= {"tokens": vars(credit.tokens)} if credit.tokens is not None else {}
     return record | _steps(rollout)

@@ -49,6 +49,7 @@ class RolloutPrinter:
         heading = f"step {step}, group {group.number}{of}, {plural(len(group.rollouts), 'rollout')}"
         self._line(Text(heading, "bold").append(f" ({why})" if why else "", "not bold"))
         self.start(group.rollouts[0])
+        self._model_prompt(group.model_prompt())
         self._fact("rewards", _rewards_text(group))
         baselines = {number(line.get("baseline")) for line in group.rollouts} - {None}
         if len(baselines) == 1:
@@ -65,6 +66,7 @@ class RolloutPrinter:
         size = len(found.group.rollouts)
         self._line(Text(f"step {found.step}, group {found.group.number}, rollout {found.index} of {size}", "bold"))
         self.start(found.line)
+        self._model_prompt(found.group.model_prompt(found.index))
         self._fact("rewards", _rewards_text(found.group))
         self.rollout(found.index, found.line, own_baseline=True)
         self._line(Text())
@@ -121,6 +123,13 @@ class RolloutPrinter:
             self._line(head.append(length + (", truncated" if answer["truncated"] else ""), "dim"))
             self._completion(answer["text"], answer["turns"] or [], answer["failure"] or "")
         self._line(Text())
+
+    def _model_prompt(self, content: str) -> None:
+        """Print what the model read: the prompt with template, system text and tools."""
+        left = 0 if self.whole else max(0, len(content) - LONGEST_TEXT)
+        more = f"\n... {left:,} more characters (--full shows them)" if left else ""
+        if content:
+            self._fact("model read", content[: len(content) - left] + more)
 
     def _fact(self, label: str, content: str) -> None:
         name = printable(label).replace("\n", " ").replace("\t", " ")[:40]

@@ -57,6 +57,11 @@ class Group:
         """True if the rewards differ, so that the group has a gradient."""
         return bool(self.rewards) and max(self.rewards) - min(self.rewards) > 1e-6 * max(map(abs, self.rewards))
 
+    def model_prompt(self, index: int = 0) -> str:
+        """The text that the model read before a rollout, with its special tokens; "" if it was not recorded."""
+        read = (text(table(line.get("model_prompt")).get("text")) for line in reversed(self.rollouts[: index + 1]))
+        return next(filter(None, read), "")
+
     @property
     def is_dropped(self) -> bool:
         """True if the group was not trained on because others were sampled to replace it."""

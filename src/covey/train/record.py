@@ -1,6 +1,6 @@
 """What is recorded of a step beside its groups: metrics, and the credits of its rollouts.
 
-RolloutRecorder  advantage and baseline of every rollout
+RolloutRecorder  advantage and baseline of every rollout, the prompt of every group
 TokenRecorder    also its tokens, with their log-probabilities after the update, which take a forward pass
 
 Shapes: B rollouts, T decisions.
@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from covey.data import Group, Policy, Rollout, RolloutCredit, Team, TokenTable
+from covey.data import Group, Policy, PromptTable, Rollout, RolloutCredit, Team, TokenTable
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.distributed import ALONE
 from covey.runtime.timer import Clock
@@ -39,9 +39,23 @@ class Recorder(Protocol):
         """For each group of `collected.all_groups`, the credits of its rollouts. Every rank calls it."""
 
 
+def no_prompts(group: Group) -> list[PromptTable | None]:
+    """For a policy that reads no text."""
+    return [None] * len(group.rollouts)
+
+
+def prompts_read(texts: Callable[[Sequence[int]], list[str]], group: Group) -> list[PromptTable | None]:
+    """The prompts that a language model read, each at the first of the rollouts that have it."""
+    read = [[int(token) for token in rollout.context] for rollout in group.rollouts]
+    is_new = [True, *(before != now for before, now in pairwise(read))]
+    return [PromptTable("".join(texts(ids)), ids) if new else None for ids, new in zip(read, is_new, strict=False)]
+
+
 @dataclass(frozen=True)
 class RolloutRecorder:
-    """Records advantage and baseline of every rollout."""
+    """Records advantage and baseline of every rollout, and the prompts that were read."""
+
+    prompts: Callable[[Group], list[PromptTable | None]] = no_prompts
 
     def credits(self, collected: StepGroups, prepared: Prepared) -> list[list[RolloutCredit]]:
         counted_BT = prepared.decided_BT & prepared.rows.valid_B[:, None]
@@ -51,7 +65,11 @@ class RolloutRecorder:
         (baselines,) = of_critic or [compared]
         kept = map(RolloutCredit, advantages, baselines)
         dropped = (RolloutCredit(None, baseline) for group in collected.dropped for baseline in _baselines(group))
-        return _by_group(collected, kept, dropped)
+        by_group = zip(collected.all_groups, _by_group(collected, kept, dropped), strict=True)
+        return [
+            [replace(credit, prompt=prompt) for credit, prompt in zip(credits, self.prompts(group), strict=True)]
+            for group, credits in by_group
+        ]
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,7 @@ class TokenRecorder:
     policy: Policy  # evaluated after the update
     texts: Callable[[Sequence[int]], list[str]]  # the texts of the tokens of a completion
     team: Team = ALONE
+    prompts: Callable[[Group], list[PromptTable | None]] = no_prompts
 
     def credits(self, collected: StepGroups, prepared: Prepared) -> list[list[RolloutCredit]]:
         rows = replace(prepared.rows, mask_BT=prepared.decided_BT)
@@ -73,7 +92,7 @@ class TokenRecorder:
             self._table(rollout, *[[math.nan] * len(rollout.actions)] * 3) for rollout in _rollouts(collected.dropped)
         )
         tables = _by_group(collected, kept, dropped)
-        credits = RolloutRecorder().credits(collected, prepared)
+        credits = RolloutRecorder(self.prompts).credits(collected, prepared)
         return [
             [replace(credit, tokens=table) for credit, table in zip(*both, strict=True)]
             for both in zip(credits, tables, strict=True)

@@ -43,6 +43,7 @@ def group_page(step: int, group: Group) -> dict[str, Any]:
         "step": step,
         "group": group.number,
         "prompt": first.get("prompt"),
+        "model_prompt": group.model_prompt() or None,
         "columns": table(first.get("columns")),
         "baseline": _baseline(group),
         "signal": group.has_signal,

@@ -75,8 +75,9 @@ GET /api/runs/{id}/steps/{step}/groups
     "signal": the rewards differ, so that the group has a gradient. Numbers are over graded rollouts.
 
 GET /api/runs/{id}/steps/{step}/groups/{group}
-    {"step": 12, "group": 0, "prompt": "..." | [{"role": "user", "content": "..."}, ...] | null, "columns": {...},
-     "baseline": 0.5 | null, "signal": true, "dropped": false, "rollouts": [ROLLOUT, ...]}
+    {"step": 12, "group": 0, "prompt": "..." | [{"role": "user", "content": "..."}, ...] | null,
+     "model_prompt": "..." | null,                    the text that the model read, with its special tokens
+     "columns": {...}, "baseline": 0.5 | null, "signal": true, "dropped": false, "rollouts": [ROLLOUT, ...]}
   ROLLOUT = {"index": 0,                             within the group
       "text": "...", "reward": 1.0 | null, "reward_parts": {"numeric": 1.0}, "score": 1.0 | null,
       "advantage": 0.9 | null, "baseline": 0.5 | null,

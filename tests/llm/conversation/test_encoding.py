@@ -186,63 +186,6 @@ def test_a_template_without_end_tokens_is_continued_as_it_is():
     assert encoder.turn(answer("2")) == (*chat.encode_text("2"), 1), "the model ends its turn with its end token"
 
 
-@pytest.mark.parametrize("name", CHAT_MODELS)
-def test_a_given_conversation_is_encoded_as_if_the_model_had_written_it(name):
-    chat = chat_of(name)
-    messages = [QUESTION, answer("a b"), reply_of("user", "why?"), answer("The result is 42.")]
-    encoded = ConversationEncoder(chat).conversation(messages)
-    assert encoded.prompt == chat.encode([QUESTION])
-    ids = [*encoded.prompt, *encoded.actions]
-    rendered = whole(chat, *messages, begins=False)
-    if name != REWRITES:
-        assert ids == rendered[: len(ids)]
-        assert not chat.tokenizer.decode(rendered[len(ids) :]).strip()
-    taught = [id for id, ours in zip(encoded.actions, encoded.decided, strict=True) if ours]
-    ends = [id for id in taught if id in chat.end_ids]
-    assert len(ends) == 2
-    assert taught[-1] in chat.end_ids
-    text = chat.tokenizer.decode(taught)
-    assert "a b" in text
-    assert "why" not in text
-    assert len(encoded.decided) == len(encoded.actions)
-
-
-CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen2.5", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'),
-        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'),
-        ("llama3", '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>'),
-        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]</s>'),
-    ],
-)
-def test_calls_of_tools_are_taught_in_the_format_of_the_template(name, text):
-    chat = chat_of(name)
-    messages = [QUESTION, CALL, reply_of("tool", "3"), answer("It is 3.")]
-    encoded = ConversationEncoder(chat).conversation(
-        messages, tools=[{"type": "function", "function": {"name": "add"}}]
-    )
-    end = encoded.decided.index(False)
-    taught = chat.tokenizer.decode(encoded.actions[:end])
-    assert taught.removeprefix("<think>\n\n</think>\n\n").strip() == text
-    assert encoded.actions[end - 1] in chat.end_ids
-    assert '"name": "add"' in chat.tokenizer.decode(encoded.prompt), "the tools stand in the prompt"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [([QUESTION], "needs a prompt, and after it"), ([answer("a")], "needs a prompt"),
-     ([QUESTION, answer("a"), answer("b")], "two messages of the role 'assistant' in a row")],
-)  # fmt: skip
-def test_a_conversation_without_turns_is_refused(messages, message):
-    with pytest.raises(ConfigError, match=message):
-        ConversationEncoder(chat_of("smollm")).conversation(messages)
-
-
 def test_a_reply_that_changes_the_template_fails_alone():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '!' if 'q' in m.content else '?' }}{% endfor %}"

@@ -141,6 +141,8 @@ def test_no_text_raises(format: str, text: str) -> None:
         ("hermes", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
         ("smollm", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
         ("llama3", ' {"name": "add", "parameters": {"a": 1}}'),
+        ("llama3", '{"parameters": {"a": 1}, "name": "add"}'),
+        ("llama3", '{"arguments": "{\\"a\\": 1}", "name": "add"}'),
         ("llama3", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}'),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]'),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}'),
@@ -164,6 +166,10 @@ def test_variants_of_a_call(format: str, written: str) -> None:
         ("hermes", "<tool_call>add(1, 2)</tool_call>", "it is no valid JSON: Expecting value"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "it has no name of a tool"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are no JSON object"),
+        ("hermes", '<tool_call>{"name": "a\\ud800"}</tool_call>', "it has no name of a tool"),
+        ("fenced", '```tool\n{"name": "add", "arguments": {"a": ["\\ud800"]}}\n```', "it has half of a surrogate pair"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a\\udfff": 1}', "it has half of a surrogate pair"),
+        ("llama3", '{"parameters": {"a": 1}}', "it has no name of a tool"),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
@@ -215,6 +221,27 @@ def test_a_call_within_the_thinking_is_no_call() -> None:
         assert read_calls(thought, "hermes").calls == ()
         assert read_calls(thought + call, "hermes").calls == (ToolCall("add", {}),)
     assert read_calls(f"<think>\n{call}", "hermes").calls == ()
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "qwen_xml"])
+def test_null_is_no_arguments(format: str) -> None:
+    written = write_calls([ToolCall("now", {})], format)
+    assert written.count("{}") == 1
+    assert read_calls(written.replace("{}", "null"), format).calls == (ToolCall("now", {}),)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_thinking_ends_at_its_mark_outside_of_calls(format: str) -> None:
+    """Wherever in a line it stands; its beginning may be in the prompt."""
+    call, other = ToolCall("add", {"a": "x</think>y"}), ToolCall("add", {"a": "z"})
+    written, rest = write_calls([call], format), write_calls([other], format)
+    alone = format in ("llama3", "fenced")  # whose calls begin a turn or a line
+    for thought in (f"{written}</think>", f"So {rest} and\n</think>", "<tool_call>{ ```tool [TOOL_CALLS] </think>"):
+        assert read_calls(thought, format).calls == ()
+        found = read_calls(thought + ("\n" if alone else "") + rest, format)
+        assert [each.arguments for each in found.calls] == [{"a": "z"}]
+        assert found.errors == ()
+    assert [each.arguments for each in read_calls(written, format).calls] == [{"a": "x</think>y"}]
 
 
 def test_a_turn_has_a_limited_number_of_calls() -> None:

@@ -7,12 +7,14 @@ import json
 import pytest
 
 from covey.config import ConfigError
-from covey.llm.conversation.encoding import ConversationEncoder
+from covey.config.sft import SFTConfig
+from covey.config.sft_data import check_rows
 from covey.llm.conversation.environments.calculator import Calculator
-from covey.llm.conversation.tool_calls import ToolCall, read_calls
-from covey.llm.conversation.tool_prompt import call_format
+from covey.llm.conversation.styles import ToolStyle
+from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import describe_tools
 from covey.llm.conversation.warm_start import calculator_examples
+from covey.llm.sft.encoding import ExampleEncoder
 from covey.llm.tasks import Arithmetic
 from covey.llm.tasks.generated import is_held_out
 from helpers.chat_models import CHAT_MODELS, chat_of
@@ -23,26 +25,27 @@ CALCULATOR_TOOLS = describe_tools(Calculator)
 @pytest.mark.parametrize("name", CHAT_MODELS)
 def test_examples_of_the_calculator_are_conversations_that_the_model_can_write(name: str) -> None:
     chat = chat_of(name)
-    format, encoder = call_format(chat, CALCULATOR_TOOLS), ConversationEncoder(chat)
-    rows = calculator_examples(chat, count=3, seed=1)
-    assert rows == calculator_examples(chat, count=3, seed=1)
-    assert rows != calculator_examples(chat, count=3, seed=2)
+    style = ToolStyle(chat, CALCULATOR_TOOLS)
+    rows = calculator_examples(count=3, seed=1)
+    assert rows == calculator_examples(count=3, seed=1)
+    assert rows != calculator_examples(count=3, seed=2)
     for row in rows:
-        *prompt, turn, reply, answer = row["messages"]
-        left, right = map(int, prompt[-1]["content"].rpartition("What is ")[2].rstrip("?").split(" + "))
+        question, _, reply, answer = row["messages"]
+        left, right = map(int, question["content"].removeprefix("What is ").rstrip("?").split(" + "))
         assert answer == {"role": "assistant", "content": str(left + right)}
-        assert (reply["role"], reply["content"]) == ("user" if name == "gemma" else "tool", str(left + right))
+        assert (reply["role"], reply["content"]) == ("tool", str(left + right))
         assert not is_held_out(f"arithmetic {sorted((1, [number]) for number in (left, right))}")
-        written = chat.tokenizer.decode(encoder.turn(turn)[:-1])  # without the end token
-        [call] = read_calls(written, format).calls
+        [example] = check_rows(SFTConfig(), [("row", row)])
+        encoded = ExampleEncoder(chat).encode(example)
+        assert encoded.prompt == style.encode([question]), "as a conversation with the calculator begins"
+        read = style.read(encoded.actions[: encoded.decided.index(False) - 1])
+        [call] = read.calls
         assert call == ToolCall("calculate", {"expression": f"{left} + {right}"}, call.id)
-        encoded = encoder.conversation(row["messages"], row.get("tools", ()))
-        assert set(encoded.decided) == {False, True}
+        assert style.reply_roles == (("user",) if name == "gemma" else ("tool",))
 
 
 def test_examples_are_rows_of_json() -> None:
-    rows = calculator_examples(chat_of("smollm"), count=2, task=Arithmetic(digits=(2,), operators=("-",)))
+    rows = calculator_examples(count=2, task=Arithmetic(digits=(2,), operators=("-",)))
     assert json.loads(json.dumps(rows)) == rows
-    assert rows[0]["messages"][2]["content"].startswith('```tool\n{"name": "calculate", "arguments": {"expression": "')
     with pytest.raises(ConfigError, match="at least one example"):
-        calculator_examples(chat_of("smollm"), count=0)
+        calculator_examples(count=0)

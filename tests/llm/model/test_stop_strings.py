@@ -19,6 +19,8 @@ from covey.llm.model.stop_strings import StopStrings, stop_strings
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
 from covey.llm.sampler import LanguageSampler
+from helpers.chat_models import CHAT_MODELS
+from helpers.chat_models import chat_of as chat_model
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -57,8 +59,10 @@ def chat_of(kind: str) -> Chat:
 
 def end_by_whole_texts(chat: Chat, stops: tuple[str, ...], tokens: list[int]) -> int | None:
     """The definition: decode every prefix whole."""
+    special = [stop for stop in stops if any(text in stop for text in chat.tokenizer.all_special_tokens)]
     for count in range(1, len(tokens) + 1):
-        if any(stop in chat.decode(tokens[:count]) for stop in stops):
+        whole = chat.tokenizer.decode(tokens[:count])
+        if any(stop in chat.decode(tokens[:count]) for stop in stops) or any(stop in whole for stop in special):
             return count
     return None
 
@@ -98,6 +102,25 @@ def test_a_tokenizer_that_replaces_characters_is_asked_for_every_token():
     chat = chat_of("pieces")
     tokens = chat.tokenizer.convert_tokens_to_ids(["n", "a", "▁a", "n"])
     assert StopStrings(chat, (" a",)).end_of(tokens) == 3
+
+
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_a_special_token_is_a_stop_string(name: str) -> None:
+    """Alone and with text around it; the text of the completion does not have it."""
+    chat = chat_model(name)
+    encode = chat.encode_text
+    for special in chat.tokenizer.all_special_tokens:
+        tokens = [*encode("It is 4"), chat.tokenizer.convert_tokens_to_ids(special), *encode("2\nand"), *encode(" so")]
+        place = len(encode("It is 4")) + 1
+        assert StopStrings(chat, (special,)).end_of(tokens) == place
+        assert StopStrings(chat, ("zz", special)).end(tokens[:place])
+        begin, _, rest = chat.tokenizer.decode(tokens).partition(special)
+        after = StopStrings(chat, (special + rest[:2],)).end_of(tokens)
+        assert after is not None
+        assert place < after <= place + len(encode("2\nand"))
+        plain = StopStrings(chat, (begin[-1] + rest[:2],)).end_of(tokens)
+        assert plain == after, "a text is looked for without special tokens"
+        assert StopStrings(chat, (special + "3",)).end_of(tokens) is None
 
 
 def test_few_tokens_of_a_byte_level_vocabulary_are_looked_at():

@@ -11,7 +11,7 @@ import torch
 
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import read_rows
+from covey.config.sft_data import check_rows, read_rows
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle, ToolStyle
@@ -20,7 +20,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.llm.sft.encoding import EncodedExample, batch_of
+from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of
 from covey.llm.sft.samples import read_back, select, tokens_of, written
 from helpers.chat_models import tiny_chat
 from helpers.in_threads import EnvironmentThreads
@@ -148,9 +148,14 @@ def test_the_trained_tokens_are_those_that_were_sampled(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["completion", "step", "tools"])
 def test_the_prompt_in_the_file_is_encoded_as_that_of_the_sample(kind: str) -> None:
     sampler, groups, _ = sampled(kind)
+    tools = None if kind == "completion" else sampler.style.tools
+    encoder = ExampleEncoder(sampler.chat, tools)
     for sample in select(groups, SFTConfig(min_reward=-1.0), sampler.prompt_of):
-        record = sample.record
-        assert sampler.chat.encode(record["prompt"], record.get("tools", ())) == sample.example.prompt
+        prompt = sample.record["prompt"]
+        completion = "x" if isinstance(prompt, str) else [{"role": "assistant", "content": "x"}]
+        row = {**sample.record, "completion": completion}
+        [example] = check_rows(SFTConfig(), [("row", row)])
+        assert encoder.encode(example).prompt == sample.example.prompt
 
 
 def test_the_file_is_data_of_another_training(tmp_path: Path) -> None:

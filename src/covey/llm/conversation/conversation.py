@@ -71,7 +71,8 @@ class Conversation:
             answered.set_result(None)
             return answered
         ended = completion.tokens[-1] in self.encoder.chat.end_ids  # else by its limit, or by a stop string
-        turn = self.style.read(completion.tokens[:-1] if ended else completion.tokens)
+        control = completion.tokens[-1] in self.encoder.control_ids  # as a stop string may be
+        turn = self.style.read(completion.tokens[:-1] if ended or control else completion.tokens)
         self.messages.append(turn.message)
         self.turn_rewards.append(0.0)
 
@@ -144,6 +145,9 @@ class Conversation:
         if len(self.turn_rewards) >= self.limits.turns:
             return None
         between = self.encoder.after_turn(answer.replies, ended=ended)
+        last = completion.tokens[-1]
+        if between[:1] == (last,) and last in self.encoder.control_ids:  # the turn ended with it: by a stop string
+            between = between[1:]
         left = self.limits.tokens - len(self._tokens) - len(between)
         if left < 1:
             return None

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from covey.config import ConfigError
 from covey.llm.conversation.plain_text import ControlTokenInText, Part, PlainTextEncoder
 from covey.llm.conversation.tool_calls import ToolCall
-from covey.llm.model.chat import Chat, Message, ToolSchema
+from covey.llm.model.chat import Chat, Message
 
 TURN = "coveyturn7"  # stands for a turn of the model, so a template must leave it unchanged
 REPLY = "coveyreply{}z"  # stands for the content of a reply
@@ -30,15 +29,6 @@ SAMPLES = ("5", 'He said "no"\\n', "two\nlines\n\n", "  spaces  ", "{{ x }}", "<
 
 class ReplyNotEncodable(Exception):
     """A reply that cannot follow a turn; one line with the reason."""
-
-
-@dataclass(frozen=True)
-class EncodedConversation:
-    """A conversation as tokens; `decided` marks the actions that the model writes, with the end token of each turn."""
-
-    prompt: tuple[int, ...]
-    actions: tuple[int, ...]
-    decided: tuple[bool, ...]
 
 
 class ConversationEncoder:
@@ -102,8 +92,7 @@ class ConversationEncoder:
             text = whole[len(beginning) :]
         elif message.get("tool_calls"):
             raise ConfigError(
-                "the model's chat template writes tool calls elsewhere than after its beginning of an answer: give the "
-                "text that the model must write as the content of the message"
+                "the model's chat template writes tool calls elsewhere than after its beginning of an answer"
             )
         else:
             marked = self.chat.render([first, {"role": "assistant", "content": TURN}], answer_begins=False)
@@ -111,37 +100,6 @@ class ConversationEncoder:
         together, before = self.chat.encode_text(beginning + text), self.chat.encode_text(beginning)
         joined = together[: len(before)] == before
         return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text))
-
-    def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> EncodedConversation:
-        """Encode a given conversation as if the model had written its assistant messages.
-
-        The prompt is the conversation up to the first message of the assistant.
-
-        Raises:
-            ConfigError: if there is no assistant message after a prompt, or the chat template cannot encode it.
-        """
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[0] == 0:
-            raise ConfigError("a conversation needs a prompt, and after it a message of the role 'assistant'")
-        actions: list[int] = []
-        decided: list[bool] = []
-        for begin, end in zip(turns, [*turns[1:], None], strict=True):
-            turn = self.turn(messages[begin])
-            actions += turn
-            decided += [True] * len(turn)
-            replies = messages[begin + 1 : end]
-            if end is None:
-                break
-            if not replies:
-                raise ConfigError("a conversation has two messages of the role 'assistant' in a row: join them")
-            try:
-                between = self.after_turn(replies, ended=True)
-            except ReplyNotEncodable as error:
-                raise ConfigError(f"a conversation cannot be encoded: the model's chat template {error}") from None
-            actions += between
-            decided += [False] * len(between)
-        prompt = self.chat.encode(messages[: turns[0]], tools)
-        return EncodedConversation(prompt, tuple(actions), tuple(decided))
 
     def _with_end(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The turn up to its last end token, if only white space follows it; otherwise an end token is appended."""

@@ -68,7 +68,10 @@ class ConversationSampler(LanguageSampler):
         return groups
 
     def prompt_of(self, prompt: str | Sequence[Message], observation: str) -> GivenPrompt:
-        return self.style.prompt(first_messages(prompt, observation))
+        return first_messages(prompt, observation), [tool.schema for tool in self.style.tools]
+
+    def context_of(self, prompt: str | Sequence[Message], observation: str) -> tuple[int, ...]:
+        return self.style.encode(first_messages(prompt, observation))
 
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups themselves: conversations are evaluated at their own limits only."""

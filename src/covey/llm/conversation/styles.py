@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from covey.llm.conversation.tool_calls import ToolCall, read_calls
 from covey.llm.conversation.tool_prompt import call_format, reply_message, with_tools
 from covey.llm.conversation.tools import ERROR, Tool, ToolError, check_call
-from covey.llm.model.chat import Chat, Message, ToolSchema
+from covey.llm.model.chat import Chat, Message
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Style(Protocol):
     """Turns and replies of one style of environments."""
 
     @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools that the model may call."""
+
+    @property
     def reply_roles(self) -> tuple[str, ...]:
         """The roles of replies."""
-
-    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
-        """The messages and the tools with which a prompt is rendered."""
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a prompt."""
@@ -60,10 +61,8 @@ class StepStyle:
 
     chat: Chat
 
+    tools: ClassVar[Sequence[Tool]] = ()
     reply_roles = ("user",)
-
-    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
-        return messages, ()
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.chat.encode(messages)
@@ -86,11 +85,8 @@ class ToolStyle:
         self.format = call_format(chat, tools)
         self.reply_roles: tuple[str, ...] = (str(reply_message(chat, ToolCall("t", {}), "")["role"]),)
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
-        return with_tools(self.chat, messages, self.tools, self.format)
-
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self.chat.encode(*self.prompt(messages))
+        return self.chat.encode(*with_tools(self.chat, messages, self.tools, self.format))
 
     def read(self, tokens: Sequence[int]) -> Turn:
         parsed = read_calls(str(self.chat.tokenizer.decode(list(tokens))), self.format)

@@ -82,13 +82,28 @@ def find_format(template: str | None) -> str:
 def read_calls(text: str, format: str) -> ParsedTurn:
     """Read the calls in the text of a turn. Never raises, whatever the text.
 
-    A call inside of the model's thinking (`<think>`) is no call. The end mark of the last call may be missing.
+    A call inside of the model's thinking is no call. The thinking is what stands before `</think>`, unless that is part
+    of a call; its `<think>` may be in the prompt, which the template wrote. The end mark of the last call may be
+    missing.
     """
-    begin = _end_of_thinking(text)
-    reader = _Reader(text[begin:], format)
-    _READERS[format](reader)
+    begin = 0
+    if text.lstrip().startswith("<think>"):
+        end = text.find(_THOUGHT_END)
+        begin = end + len(_THOUGHT_END) if end >= 0 else len(text)
+    reader = _read(text, begin, format)
+    if not begin and (begin := reader.end_of_thinking()):
+        reader = _read(text, begin, format)
     content = text[:begin] + "".join(reader.content)
     return ParsedTurn(content.strip(), tuple(reader.calls), tuple(reader.errors), tuple(reader.unread))
+
+
+def given_calls(message: Mapping[str, Any]) -> list[ToolCall]:
+    """The `tool_calls` of a chat message that somebody wrote, with arguments as an object or as its JSON text.
+
+    Raises:
+        ValueError: for an entry that is no call.
+    """
+    return [_call_of(entry) for entry in message.get("tool_calls") or ()]
 
 
 def write_calls(calls: Sequence[ToolCall], format: str) -> str:
@@ -128,7 +143,7 @@ class RawText(str):
     __slots__ = ()
 
 
-class _CannotRead(Exception):
+class _CannotRead(ValueError):
     """A call is wrong; the text says how, for the model."""
 
 
@@ -141,6 +156,7 @@ class _Reader:
         self.calls: list[ToolCall] = []
         self.errors: list[str] = []
         self.unread: list[str] = []
+        self.spans: list[tuple[int, int]] = []  # of the text of calls and JSON values that were read
 
     def skip_to(self, mark: re.Pattern[str]) -> re.Match[str] | None:
         """Move behind the next mark; the text before it, or all that is left, is content."""
@@ -164,6 +180,7 @@ class _Reader:
             raise _CannotRead(f"it is no valid JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
             raise _CannotRead(f"it is no valid JSON: {str(error)[:100]}") from None
+        self.spans.append((begin, self.place))
         return value
 
     def take_call(self, end: re.Pattern[str], read: Callable[[], Iterable[ToolCall]]) -> None:
@@ -174,6 +191,7 @@ class _Reader:
             if not self.take(end) and not _SPACE_TO_END.match(self.text, self.place):
                 raise _CannotRead("there is other text after it")
             self.calls += calls
+            self.spans.append((begin, self.place))
         except _CannotRead as error:
             found = end.search(self.text, self.place)
             self.place = found.end() if found else len(self.text)
@@ -181,6 +199,14 @@ class _Reader:
             self.errors.append(
                 f"Error: a tool call cannot be read: {error}. Write calls like this: {_EXAMPLES[self.format]}"
             )
+
+    def end_of_thinking(self) -> int:
+        """The place behind the first end of thinking that is not part of a call; 0 if there is none."""
+        end = self.text.find(_THOUGHT_END)
+        for first, after in self.spans:
+            if first <= end < after:
+                end = self.text.find(_THOUGHT_END, after)
+        return end + len(_THOUGHT_END) if end >= 0 else 0
 
     def take_objects(self) -> list[ToolCall]:
         """A JSON object with a call, or a list of them."""
@@ -196,7 +222,8 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _SPACE, _SPACE_TO_END = re.compile(r"\s*"), re.compile(r"\s*\Z")
 _TAG, _END_TAG = re.compile("<tool_call>"), re.compile("</tool_call>")
 _FENCE, _END_FENCE = re.compile(r"^ {0,3}```tool[ \t]*$\n?", re.MULTILINE), re.compile(r"```")
-_LLAMA_CALL = re.compile(r'\s*+(<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)"\s*:)')
+_THOUGHT_END = "</think>"
+_LLAMA_CALL = re.compile(r'\s*+(<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function|parameters|arguments)"\s*:)')
 _PYTHON_TAG, _SEMICOLON, _END = re.compile(r"<\|python_tag\|>"), re.compile(";"), re.compile(r"\Z")
 _TOOL_CALLS, _NAME = (
     re.compile(r"\[TOOL_CALLS\]"),
@@ -205,16 +232,12 @@ _TOOL_CALLS, _NAME = (
 _NEXT_MISTRAL = re.compile(r"(?=\[TOOL_CALLS\])|\Z")
 _FUNCTION, _END_FUNCTION = re.compile(r"<function=([^<>\n]+)>"), re.compile("</function>")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(?:\n)?(.*?)(?:\n)?</parameter>", re.DOTALL)
-_THOUGHT_END = re.compile(r"^</think>", re.MULTILINE)
 
 
-def _end_of_thinking(text: str) -> int:
-    """Where the answer begins; the beginning of the thinking may be in the prompt, which the template wrote."""
-    if text.lstrip().startswith("<think>"):
-        end = text.find("</think>")
-        return end + len("</think>") if end >= 0 else len(text)
-    found = _THOUGHT_END.search(text)
-    return found.end() if found else 0
+def _read(text: str, begin: int, format: str) -> _Reader:
+    reader = _Reader(text[begin:], format)
+    _READERS[format](reader)
+    return reader
 
 
 def _call_of(value: Any) -> ToolCall:
@@ -224,7 +247,7 @@ def _call_of(value: Any) -> ToolCall:
     if not isinstance(value, dict):
         raise _CannotRead("it is no JSON object")
     name = value.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name.isprintable() or not name:
         raise _CannotRead("it has no name of a tool")
     given = value.get("id")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -232,6 +255,8 @@ def _call_of(value: Any) -> ToolCall:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
+    if value is None:  # as some models write it for a tool without arguments
+        return {}
     if isinstance(value, str):  # JSON in JSON, as OpenAI has it
         try:
             value = _DECODER.decode(value)
@@ -239,6 +264,12 @@ def _arguments(value: Any) -> dict[str, Any]:
             value = None
     if not isinstance(value, dict):
         raise _CannotRead("its arguments are no JSON object")
+    try:
+        _json(value).encode()
+    except UnicodeEncodeError:
+        raise _CannotRead("it has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+    except RecursionError:
+        raise _CannotRead("its arguments are nested too deeply") from None
     return value
 
 

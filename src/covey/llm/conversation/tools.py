@@ -184,18 +184,27 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, _TYPES[kind][1]) and (kind == "boolean" or not isinstance(value, bool))
 
 
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON schema with the type of a value."""
+    return {"type": next(kind for kind in _TYPES if _is_of(value, kind))}
+
+
 def _kinds(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema allows; empty for any."""
-    given = schema.get("type", [])
-    kinds = [given] if isinstance(given, str) else list(given)
+    """The types that a schema allows; empty for any. A type that JSON schemas do not have allows any value."""
+    given = schema.get("type") or []
+    kinds = given if isinstance(given, list) else [given]
+    if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
+        return []
     return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
 
 
 def _mismatch(value: Any, schema: dict[str, Any]) -> str:
     """How a value differs from its schema, as the end of a sentence; empty if it does not.
 
-    Knows the keys that `get_json_schema` writes.
+    Knows the keys that `get_json_schema` writes, and the properties of objects; other keys allow any value.
     """
+    if not isinstance(schema, dict):
+        return ""
     if value is None and schema.get("nullable"):
         return ""
     if "anyOf" in schema:
@@ -215,9 +224,8 @@ def _mismatch(value: Any, schema: dict[str, Any]) -> str:
         schemas = fixed if fixed is not None else [schema.get("items", {})] * len(value)
         parts = [(f"entry {place + 1}", *both) for place, both in enumerate(zip(value, schemas, strict=True))]
     elif isinstance(value, dict):
-        parts = [
-            (f"entry {_shown(key)}", entry, schema.get("additionalProperties", {})) for key, entry in value.items()
-        ]
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties", {})
+        parts = [(f"entry {_shown(key)}", entry, known.get(key, others)) for key, entry in value.items()]
     for where, entry, entry_schema in parts:
         if wrong := _mismatch(entry, entry_schema):
             return f"has an {where} that {wrong}"

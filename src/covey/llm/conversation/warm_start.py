@@ -12,25 +12,20 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.llm.conversation.environments.calculator import Calculator
-from covey.llm.conversation.tool_calls import ParsedTurn, ToolCall, write_calls
-from covey.llm.conversation.tool_prompt import MARKER, call_format, reply_message, with_tools
+from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import call_tool, describe_tools
-from covey.llm.model.chat import Chat
 from covey.llm.tasks.arithmetic import Arithmetic
 
 DRAW_STEP = 0  # of `Arithmetic.draw`; training begins at step 1, so that it asks other problems
 
 
-def calculator_examples(
-    chat: Chat, count: int = 200, seed: int = 0, task: Arithmetic | None = None
-) -> list[dict[str, Any]]:
-    """Rows with `messages`, and with `tools` if the model's chat template shows tools.
+def calculator_examples(count: int = 200, seed: int = 0, task: Arithmetic | None = None) -> list[dict[str, Any]]:
+    """Rows with `messages` and `tools`.
 
     Problems are from the training side of the task, so no held-out problem is among them. The same arguments give the
     same rows.
 
     Args:
-        chat: of the model, which decides the format.
         count: number of rows.
         seed: of the problems.
         task: None: sums of three-digit numbers, without an instruction.
@@ -43,33 +38,16 @@ def calculator_examples(
     task = task or Arithmetic(digits=(3,), operators=("+",), instruction="")
     calculator = Calculator()
     tools = describe_tools(calculator)
-    format = call_format(chat, tools)
-    writes_calls = _writes_calls(chat, format)
     rows = []
     for start in task.draw(seed, DRAW_STEP, count):
-        prompt, schemas = with_tools(chat, start.prompt, tools, format)  # type: ignore[arg-type]
         call = ToolCall("calculate", {"expression": _expression(start.prompt[-1]["content"])})  # type: ignore[index]
-        turn = ParsedTurn("", (call,), ()).message() if writes_calls else _written(call, format)
-        reply = reply_message(chat, call, call_tool(calculator, call, tools))
+        turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
+        reply = call.reply(call_tool(calculator, call, tools))
         answer = {"role": "assistant", "content": str(start.columns["answer"])}
-        rows.append({"messages": [*prompt, turn, reply, answer], **({"tools": schemas} if schemas else {})})
+        rows.append({"messages": [*start.prompt, turn, reply, answer], "tools": [tool.schema for tool in tools]})
     return rows
 
 
 def _expression(question: str) -> str:
     """The expression of a question of `Arithmetic`."""
     return question.removeprefix("What is ").partition("?")[0]
-
-
-def _written(call: ToolCall, format: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": write_calls([call], format)}
-
-
-def _writes_calls(chat: Chat, format: str) -> bool:
-    """True if the chat template writes the `tool_calls` of a message."""
-    call = ToolCall(MARKER, {})
-    messages = [{"role": "user", "content": "u"}, ParsedTurn("", (call,), ()).message()]
-    try:
-        return format != "fenced" and MARKER in chat.render(messages, answer_begins=False)
-    except ConfigError:
-        return False

@@ -10,11 +10,13 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from covey.config import ChatConfig, ConfigError
 from covey.config.chat import template_options
+from covey.llm.conversation.tool_calls import ToolCall, given_calls
 from covey.llm.model.chat_templates import TemplateFailed, render
 
 Message = Mapping[str, Any]
 ToolSchema = Mapping[str, Any]  # JSON schema of a function, as transformers' templates read it
 NO_ADDITIONS = ChatConfig()
+MARKER = "coveymarker"  # stands for a text, to see whether a template writes it
 
 
 class TokenPrompt(str):
@@ -51,6 +53,7 @@ class Chat:
         self.embedded = embedded
         self.config = config
         self._template_options = template_options(config)
+        self._call_writers: dict[str, bool] = {}
 
     @property
     def end_id(self) -> int:
@@ -91,6 +94,14 @@ class Chat:
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self.check_ids(ids)
+
+    def begins_twice(self, prompt: Any) -> bool:
+        """True if a prompt that is a text begins with the model's first token, because a chat template has rendered it,
+        and the tokenizer adds the token once more.
+        """
+        begin, id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
+        is_text = isinstance(prompt, str) and not isinstance(prompt, TokenPrompt)
+        return is_text and begin is not None and prompt.startswith(begin) and self.encode(prompt)[:2] == (id, id)
 
     def encode_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat that ends with the model's answer, by the model's chat template.
@@ -157,7 +168,12 @@ class Chat:
             raise ConfigError(
                 f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
             ) from error
-        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        known = [_for_template(message) for message in messages]
+        if any("tool_calls" in message for message in known) and not self._writes_calls(template):
+            raise ConfigError(
+                "the model's chat template leaves out the tool calls of a message, so the model would not read them: "
+                "write them into the 'content' of the message, or use another model"
+            )
         try:
             return render(template, known, self._variables, answer_begins=answer_begins, tools=tools)
         except TemplateFailed as error:
@@ -165,6 +181,18 @@ class Chat:
                 f"the model's chat template {error} (the roles are {_roles(messages)}): change the prompts or the "
                 "template, or use prompts that are plain strings"
             ) from error
+
+    def _writes_calls(self, template: str) -> bool:
+        """True if a chat template writes the `tool_calls` of messages."""
+        if template not in self._call_writers:
+            call = {"role": "assistant", "content": "", "tool_calls": [ToolCall(MARKER, {}).message()]}
+            messages: list[Message] = [{"role": "user", "content": "u"}, call]
+            try:
+                text = render(template, messages, self._variables, answer_begins=False)
+            except TemplateFailed:
+                text = ""
+            self._call_writers[template] = MARKER in text
+        return self._call_writers[template]
 
     @property
     def _variables(self) -> dict[str, Any]:
@@ -174,6 +202,22 @@ class Chat:
     def decode(self, actions: Sequence[int]) -> str:
         """Decode a completion, without the end token and other special tokens."""
         return str(self.tokenizer.decode(list(actions), skip_special_tokens=True))
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message without empty entries; the arguments of its calls are objects, which templates write as JSON.
+
+    Raises:
+        ConfigError: for an entry of `tool_calls` that is no call.
+    """
+    known = {key: value for key, value in message.items() if value is not None}
+    try:
+        calls = given_calls(known)
+    except ValueError as error:
+        raise ConfigError(f"an entry of 'tool_calls' is no call of a tool: {error}") from None
+    known.pop("tool_calls", None)
+    written = [call.message() | ({} if call.id is None else {"id": call.id}) for call in calls]
+    return known | ({"tool_calls": written} if written else {})
 
 
 def _roles(messages: Sequence[Message]) -> str:

@@ -1,5 +1,8 @@
 """Stop strings: a completion ends with the token after which its text contains one of them.
 
+The text of a completion has no special tokens. A string with the text of a special token, such as `<|eot_id|>`, is
+looked for in the text that has them.
+
 Shapes: V vocabulary.
 """
 
@@ -26,6 +29,8 @@ class StopStrings:
         """`stop_strings` returns equal objects for equal arguments, which requests of one batch need."""
         self.chat = chat
         self.strings = strings
+        special = [text for text in chat.tokenizer.all_special_tokens if text.strip()]
+        self._with_special = tuple(string for string in strings if any(text in string for text in special))
 
     @cached_property
     def completing_V(self) -> NDArray[np.bool_]:
@@ -49,7 +54,10 @@ class StopStrings:
     def contained_in(self, tokens: Sequence[int]) -> bool:
         """True if the text of the tokens contains a stop string."""
         text = self.chat.decode(tokens)
-        return any(string in text for string in self.strings)
+        if any(string in text for string in self.strings):
+            return True
+        whole = str(self.chat.tokenizer.decode(list(tokens))) if self._with_special else ""
+        return any(string in whole for string in self._with_special)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
         """Number of tokens up to and including the one that completes the first stop string; None if there is none."""

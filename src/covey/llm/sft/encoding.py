@@ -7,18 +7,26 @@ messages                  the prompt, then turns of the assistant; the chat temp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.sft_data import Example
+from covey.config.sft_data import Example, Messages
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.llm.conversation.encoding import ConversationEncoder, EncodedConversation
+from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.given_turns import GivenTurns
+from covey.llm.conversation.tools import Tool
 from covey.llm.model.architecture import longest_row
 from covey.llm.model.chat import Chat
 
 
-class EncodedExample(EncodedConversation):
+@dataclass(frozen=True)
+class EncodedExample:
     """An example as tokens; `decided` marks the actions that are trained."""
+
+    prompt: tuple[int, ...]
+    actions: tuple[int, ...]
+    decided: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -32,42 +40,52 @@ class EncodedExample(EncodedConversation):
 
 
 class ExampleEncoder:
-    """Encodes examples for one model."""
+    """Encodes examples for one model, as rollouts of the same recipe would be."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, tools: Sequence[Tool] | None = None) -> None:
         """
+        Args:
+            tools: of the recipe's conversations, for rows without tools; None: the recipe has no conversations.
+
         Raises:
             ConfigError: if the model declares no end token.
         """
         if not chat.end_ids:
             raise ConfigError("the model declares no end token (eos_token_id), so no completion can end: set it")
         self.chat = chat
-        self._conversations = ConversationEncoder(chat)
+        self.tools = tools
+        self._encoder = ConversationEncoder(chat)
 
     def encode(self, example: Example) -> EncodedExample:
         """The tokens of an example.
 
         Raises:
-            ConfigError: with its place, if the chat template cannot encode it.
+            ConfigError: with its place, if the chat template cannot encode it, or a rollout would not read it so.
         """
         try:
-            if isinstance(example.prompt, str):
-                assert isinstance(example.completion, str)
-                actions = self._with_end(self.chat.encode_text(example.completion))
-                return EncodedExample(self.chat.encode(example.prompt), actions, (True,) * len(actions))
-            assert not isinstance(example.completion, str)
-            # The tokens after a prompt do not depend on it, and messages of the assistant in it are not trained.
-            rest = self._conversations.conversation([{"role": "user", "content": "u"}, *example.completion])
-            prompt = self.chat.encode(example.prompt, example.tools)
+            return self._encode(example)
         except ConfigError as error:
             raise ConfigError(f"{example.place}: {error}") from None
-        last = max(place for place, decided in enumerate(rest.decided) if decided) + 1
-        return EncodedExample(prompt, rest.actions[:last], rest.decided[:last])
+
+    def _encode(self, example: Example) -> EncodedExample:
+        prompt, completion = example.prompt, example.completion
+        if isinstance(prompt, str) and self.tools is None:
+            actions = self._with_end(self.chat.encode_text(str(completion)))
+            return EncodedExample(self.chat.encode(prompt), actions, (True,) * len(actions))
+        own = [Tool(schema["function"]["name"], dict(schema)) for schema in example.tools]
+        turns = GivenTurns(self._encoder, own or self.tools or ())
+        # The tokens after a prompt do not depend on it, and messages of the assistant in it are not trained.
+        return EncodedExample(turns.prompt(_messages(prompt, "user")), *turns.rest(_messages(completion, "assistant")))
 
     def _with_end(self, actions: Sequence[int]) -> tuple[int, ...]:
         if actions and actions[-1] in self.chat.end_ids:
             return tuple(actions)
         return (*actions, self.chat.end_id)
+
+
+def _messages(given: str | Messages, role: str) -> Messages:
+    """Messages; a text is one of this role, as in a conversation."""
+    return ({"role": role, "content": given},) if isinstance(given, str) else given
 
 
 def longest_example(model_config: Any, max_tokens: int) -> int | None:

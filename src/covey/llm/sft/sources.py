@@ -9,14 +9,13 @@ from covey.config import RunConfig
 from covey.config.sft_data import Examples, check_rows, read_rows, split_examples
 from covey.config.validate_sft import is_function
 from covey.llm.conversation.warm_start import calculator_examples
-from covey.llm.model.chat import Chat
 from covey.llm.sft.function_rows import read_function
 
-# Name -> function of the model's chat, the number of examples and the seed, which returns rows.
-GENERATED: dict[str, Callable[[Chat, int, int], list[dict[str, Any]]]] = {"calculator": calculator_examples}
+# Name -> function of the number of examples and the seed, which returns rows.
+GENERATED: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {"calculator": calculator_examples}
 
 
-def read_source(config: RunConfig, chat: Chat) -> Examples:
+def read_source(config: RunConfig) -> Examples:
     """The training and the held-out examples of a config.
 
     Raises:
@@ -24,7 +23,7 @@ def read_source(config: RunConfig, chat: Chat) -> Examples:
     """
     sft = config.sft
     if sft.data in GENERATED:
-        rows = GENERATED[sft.data](chat, sft.count, config.seed)
+        rows = GENERATED[sft.data](sft.count, config.seed)
         examples = check_rows(sft, [(f"{sft.data} example {number}", row) for number, row in enumerate(rows, start=1)])
     elif is_function(sft.data):
         examples = check_rows(sft, read_function(sft.data))

@@ -91,7 +91,7 @@ export class Rollouts {
   }
 
   drawGroup() {
-    const { prompt, columns, baseline, rollouts, dropped, signal } = this.group;
+    const { prompt, model_prompt: read, columns, baseline, rollouts, dropped, signal } = this.group;
     const rewards = rollouts.map((r) => r.reward).filter((v) => v !== null);
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
     this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, baseline, find: this.params.find ?? "" }));
@@ -99,7 +99,7 @@ export class Rollouts {
     const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `truncated ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
       signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null];
     put(this.body,
-      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt, this.params.find) : block(`seed ${promptText(prompt)}`), columnsTable(columns)),
+      h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt, this.params.find) : block(`seed ${promptText(prompt)}`), read ? h("details", { class: "model-prompt" }, h("summary", {}, "As the model reads it"), block(read, { find: this.params.find, label: "prompt" })) : null, columnsTable(columns)),
       h("p", { class: "group-facts" }, facts.filter(Boolean).join(" \u00b7 ")), this.siblings);
     const tints = available(rollouts);
     this.tints.hidden = !tints.length;
