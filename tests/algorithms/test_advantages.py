@@ -156,6 +156,7 @@ def test_microbatch_size(algorithm, rows):
     same(gradient_of(batch, algorithm, rows=rows), gradient_of(batch, algorithm))
 
 
+@pytest.mark.sampled(6)
 @EVERY
 @pytest.mark.parametrize("minibatches", [3, 4])
 def test_minibatches_of_single_decisions_sum_to_the_step(algorithm, minibatches):

@@ -147,6 +147,7 @@ def functions(tree):
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
+@pytest.mark.slow
 def test_import_contracts_hold():
     command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -182,6 +183,7 @@ def loads_by_transformers(tree):
                 yield node.lineno, bool(words & {"SAFELY", "trust_remote_code"}) or owner == "GenerationConfig"
 
 
+@pytest.mark.slow
 def test_models_are_loaded_in_one_place_without_code_of_their_own():
     found = {name_of(path): list(loads_by_transformers(parse(path))) for path in FILES}
     assert {name for name, calls in found.items() if calls} == {"src/covey/llm/model/pretrained.py"}
@@ -257,6 +259,7 @@ def touches_a_decoder(tree):
             yield node.lineno
 
 
+@pytest.mark.slow
 def test_decoders_are_used_in_generation_only():
     """Evaluation, commands and trainers go through a sampler or a `Generator`."""
     outside = [path for path in FILES if SOURCE / "llm" / "generation" not in path.parents]
@@ -288,11 +291,13 @@ def test_files_are_short():
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
+@pytest.mark.slow
 def test_functions_are_short():
     lengths = {f"{name_of(path)}:{f.name}": code_lines(f) for path in FILES for f in functions(parse(path))}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
 
 
+@pytest.mark.slow
 def test_classes_are_short():
     classes = [(path, node) for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
     lengths = {f"{name_of(path)}:{found.name}": class_lines(found) for path, found in classes}

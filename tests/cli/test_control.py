@@ -135,6 +135,7 @@ def test_compare_hands_over_what_was_asked(behind: Behind) -> None:
     assert second[2] == {"seeds": 10, "output": None, "jobs": 0, "threshold": None, "overrides": []}
 
 
+@pytest.mark.slow
 def test_help_all_explains_every_field_of_control() -> None:
     words = [sys.executable, "-m", "covey.cli.main", "train", "--help-all"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
@@ -155,6 +156,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [["train", "cart.toml"], ["compare", "cart.toml"]])
 def test_a_mistake_is_one_line_without_torch_or_gymnasium(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "cart.toml").write_text(RECIPE)

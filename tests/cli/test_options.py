@@ -25,6 +25,7 @@ def test_covey_alone_prints_an_overview(words: list[str], capsys: pytest.Capture
     assert capsys.readouterr().out == OVERVIEW + "\n"
 
 
+@pytest.mark.slow
 def test_every_command_of_the_overview_exists() -> None:
     for line in OVERVIEW.splitlines():
         if line.startswith("  covey "):
@@ -68,6 +69,7 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
     assert read_recipe(tmp_path / "my.toml") == read_recipe("cartpole_grpo")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -85,6 +85,7 @@ def test_links_scale_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(between[0]) == pytest.approx(2 * 7.6156 * 4 * 7 / 8 / 40, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_simulated_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     words = [MODEL, "--ranks", "2", *SIMULATED, "--sampler-devices", "1,2", "--staleness", "1,3"]
     text = report(capsys, *words)

@@ -92,6 +92,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(runs.rglob("*"))
     for words, message in MISTAKES:
@@ -289,6 +290,7 @@ def test_a_run_can_be_shown_while_it_is_written(runs: Path, capsys: pytest.Captu
 # ---- covey report ----
 
 
+@pytest.mark.slow
 def test_the_report_of_one_run_and_of_several(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a.html has the report" in output_of(capsys, "report", "runs/a")
     page = (runs / "a.html").read_text()

@@ -173,6 +173,7 @@ def test_a_comparison_writes_its_report_and_goes_on_where_it_was(
     assert report["recipes"]["bad"]["to_threshold"]["episodes"]["median"] is None  # never
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path, recipes: list[str]) -> None:
     folder = tmp_path / "out"
@@ -189,6 +190,7 @@ def test_a_folder_belongs_to_one_comparison(tmp_path: Path, recipes: list[str]) 
         compare(recipes[:1], seeds=1, output=tmp_path / "full" / "thesis.txt" / "out")
 
 
+@pytest.mark.slow
 def test_failures_are_reported_and_fail_the_command(
     tmp_path: Path, recipes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

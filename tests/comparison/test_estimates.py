@@ -282,6 +282,7 @@ def test_failures_stand_first_in_the_report() -> None:
     assert text.index("did not finish") < text.index("reached 475")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("threshold", [475.0, None])
 def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, threshold: float | None) -> None:
@@ -298,6 +299,7 @@ def test_pictures_are_drawn_for_anything_that_may_happen(tmp_path: Path, thresho
     assert "NaN" not in json.dumps(summarise(comparison)).replace("Infinity", "")
 
 
+@pytest.mark.slow
 def test_language_models_are_told_in_their_own_words(tmp_path: Path) -> None:
     records = [{"step": n, "decisions/sampled": 5000, "time/step": 2.0, "score/mean": n / 10} for n in (1, 2, 3, 4)]
     runs = {

@@ -80,6 +80,7 @@ def test_held_out_rows_and_overlaps_are_as_in_jsonl(form: str, tmp_path: Path) -
     assert (len(data.training), len(data.held_out), data.overlap) == (25, 5, 5)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.text(min_size=1).filter(str.strip), st.text(), st.floats(-9, 9), st.booleans()), min_size=1)
 )

@@ -352,7 +352,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -385,6 +385,7 @@ def test_a_mistake_is_one_line_within_three_seconds_and_without_torch(
     assert seconds < 3
 
 
+@pytest.mark.slow
 def test_debug_shows_the_traceback(recipe: Path) -> None:
     words = [sys.executable, "-m", "covey.cli.main", "train", str(recipe), "--group-size", "1", "--debug"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)

@@ -78,6 +78,7 @@ def test_the_environment_can_be_given_as_one_word(tmp_path: Path) -> None:
     assert read(tmp_path, ENVIRONMENT, "--id", "mine:Env-v0").environment == EnvironmentConfig("mine:Env-v0")
 
 
+@pytest.mark.slow
 @given(
     st.text(st.characters(exclude_categories=("Cs",)), min_size=1),
     st.lists(st.integers(1, 512), min_size=1),

@@ -32,7 +32,7 @@ def tried(item: Field[Any], hint: Any) -> list[str]:
     return values
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_single_change_is_only_refused_for_its_own_sake(name: str) -> None:
     """What is refused names the field that was given, so nothing that the recipe has beside it stands in the way."""

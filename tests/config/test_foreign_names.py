@@ -28,6 +28,7 @@ def test_every_name_leads_to_fields_that_exist_or_to_a_reason() -> None:
     assert len(FOREIGN_NAMES) > 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["arithmetic_grpo", "cartpole_grpo"])
 def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
     known, answered = (LANGUAGE, CONTROL)[recipe.startswith("cartpole")], 0

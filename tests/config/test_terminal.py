@@ -72,7 +72,7 @@ def on_a_terminal(words: list[str], columns: int) -> list[str]:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "").split("\n")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "words",
     ["", "--help", "train --help", "eval --help", "trian x", "plan --help", "check cartpole_grpo --seed 3", "recipes"],

@@ -100,6 +100,7 @@ def index_of(observation_D: np.ndarray, seen: list[np.ndarray]) -> int:
     return index
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["CartPole-v1", toy_envs.NOISY, toy_envs.TARGET, COUNTING])
 @pytest.mark.parametrize("step", [1, 2])
 def test_branches_go_on_exactly_from_a_state_of_the_episode(name: str, step: int) -> None:

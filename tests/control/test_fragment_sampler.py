@@ -222,6 +222,7 @@ class TruncationIsDeath:
         return groups
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistaken", [False, True], ids=["ours", "truncation as death"])
 def test_a_time_limit_is_no_death(mistaken: bool, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_true_gradient_is_that_of_finite_differences():
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(truth[1, 2, 0]), rel=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @EVERY_SIZE
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rloo_summed_over_tokens_is_unbiased(size, seed):
@@ -72,7 +72,7 @@ def test_rloo_summed_over_tokens_is_unbiased(size, seed):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @EVERY_SIZE
 @pytest.mark.parametrize("seed", [1, 2])
 def test_reinforce_summed_over_tokens_is_unbiased_but_for_its_size(size, seed):
@@ -84,6 +84,7 @@ def test_reinforce_summed_over_tokens_is_unbiased_but_for_its_size(size, seed):
     )
 
 
+@pytest.mark.sampled(2)
 @EVERY_SIZE
 def test_grpo_without_std_summed_over_tokens_is_unbiased_but_for_its_size(size):
     policy, rewards_PO = ListedPolicy(), graded(seed=1)
@@ -94,6 +95,7 @@ def test_grpo_without_std_summed_over_tokens_is_unbiased_but_for_its_size(size):
     )
 
 
+@pytest.mark.sampled(2)
 @EVERY_SIZE
 def test_dr_grpo_is_unbiased_but_for_its_size(size):
     # The constant length only makes it shorter.
@@ -104,7 +106,7 @@ def test_dr_grpo_is_unbiased_but_for_its_size(size):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @EVERY_SIZE
 @pytest.mark.parametrize("lam", [1.0, 0.95])
 def test_ppo_unwhitened_is_unbiased_with_lambda_1_or_a_right_critic(size, lam):
@@ -122,6 +124,7 @@ def test_ppo_with_a_wrong_critic_and_lambda_below_1_is_biased():
     assert enumeration.Bias.of(found, true_gradient(policy, rewards_PO)).error > 0.01
 
 
+@pytest.mark.sampled(2)
 @EVERY_SIZE
 def test_the_mean_over_a_rollout_divides_what_it_teaches_by_its_length(size):
     # exactly (G-1)/G times sum_o pi(o) (r(o) - mean r) / |o| grad log pi(o), which is another direction
@@ -150,6 +153,7 @@ def kl_gradients():
     return enumeration.kl_gradients(ListedPolicy(), ListedPolicy(seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["k2", "exact"])
 def test_k2_and_the_exact_kl_in_the_loss_pull_as_the_kl_of_decisions_does(kl_gradients, name):
     equal(kl_gradients[name, "loss"], enumeration.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=False))

@@ -118,6 +118,7 @@ def test_every_program_compiles_and_its_imports_exist(block: Block) -> None:
                 assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page", [ROOT / block.page for block in BLOCKS if block.kind == "toml"], ids=lambda p: p.stem)
 def test_every_recipe_of_a_page_is_one(page: Path, folder: Path) -> None:
     for block in blocks_of(page):

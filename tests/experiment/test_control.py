@@ -153,6 +153,7 @@ def test_the_placement_of_the_kl_follows_from_its_estimator() -> None:
             assert (type(to_behavior), to_behavior.estimator) == (KLToBehavior, getattr(kl, estimator))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "exact"])
 def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_a_kl_to_the_reference_holds_ppo_back(estimator: str | None, tmp_path: P
     assert moved["held"] < 0.7 * moved["free"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 def test_a_kl_to_who_acted_shortens_every_step(estimator: str, tmp_path: Path) -> None:
@@ -328,6 +330,7 @@ def test_rewards_of_ones_own_are_refused() -> None:
         covey.run(config, rewards=[lambda **columns: [1.0]])
 
 
+@pytest.mark.slow
 def test_a_run_starts_without_what_takes_seconds_to_import(run_dir: Path) -> None:
     """FSDP2 and DTensor are for several ranks, sympy is for the compiler and for tensors on the meta device."""
     heavy = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy", "transformers"}

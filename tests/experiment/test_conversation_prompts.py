@@ -50,6 +50,7 @@ def kind_of(environment: Any) -> Any:
     return build_rollout_kind(*with_conversation(config, Conversation(environment, total_tokens=TOTAL, turns=2)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("environment", [guessing.Greeting, guessing.Dice])
 def test_a_prompt_has_the_tokens_that_the_model_reads(environment):
     """Up to the last position: 256, less those of the conversation after its prompt."""
@@ -77,6 +78,7 @@ def test_a_prompt_has_the_tokens_that_the_model_reads(environment):
     )
 
 
+@pytest.mark.slow
 def test_a_line_that_is_too_long_with_the_observation_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
     lines = [{"prompt": f"{n} {'x' * (225 if n == 3 else 9)}", "length": 30} for n in range(8)]
     path = tmp_path / "rows.jsonl"

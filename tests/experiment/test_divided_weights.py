@@ -36,6 +36,7 @@ def one_rank() -> Iterator[ShardedTeam]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "kind", "dtype"), [(CONFIG, "llama", "bfloat16"), (REFRESHED, "gpt2", "float32")], ids=["plain", "gpt2"]

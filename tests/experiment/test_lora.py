@@ -172,6 +172,7 @@ def test_what_has_no_adapter_or_no_model_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("of", ["", "@2"], ids=["finished", "checkpoint"])
 def test_sample_and_eval_read_a_run_with_an_adapter(trained: Path, of: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", f"{trained}{of}", "1+2", "--n", "1", "--max-new-tokens", "2"]) == 0
@@ -193,6 +194,7 @@ def test_a_run_starts_from_an_adapter_and_its_reference_does_too(trained: Path, 
     assert (config["r"], config["lora_alpha"]) == (2, 8.0)
 
 
+@pytest.mark.slow
 def test_peft_s_own_adapter_is_where_a_run_starts(folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -243,6 +245,7 @@ def test_check_compares_the_adapter_with_the_model_without_its_weights(trained: 
         LLMBuilder(same)
 
 
+@pytest.mark.slow
 def test_a_run_with_all_weights_goes_on_from_a_checkpoint_with_an_adapter(trained: Path, folder: Path) -> None:
     run(settings(folder, "whole", model=f"{trained}@3", lora=LoRAConfig(), steps=1))
     masters = CheckpointFolder(folder / "whole" / "checkpoints").tensors(1, "optimizer/masters")
@@ -272,6 +275,7 @@ def test_a_changed_base_is_refused(trained: Path, folder: Path, tmp_path: Path) 
     assert main(["sample", str(tmp_path / "run"), "1+2", "--n", "1", "--max-new-tokens", "2"]) == 0, "it is merged"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("trunk", ["adapter", "policy"])
 def test_ppo_has_a_critic_on_the_same_weights(folder: Path, trunk: str) -> None:

@@ -76,6 +76,7 @@ def own(file: Path, name: str) -> Any:
     return names[name]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["of_a_file", "coroutine"])
 def test_groups_are_graded_before_the_last_one_has_been_sampled(
@@ -109,6 +110,7 @@ def test_groups_are_graded_before_the_last_one_has_been_sampled(
     assert Counter(calls())[1, GROUP_SIZE] == PROMPTS  # each group once
 
 
+@pytest.mark.slow
 def test_a_function_of_this_process_is_called_when_the_step_has_been_sampled(
     functions: tuple[Path, Callable[[], list[tuple[int, int]]]], tmp_path: Path
 ) -> None:

@@ -303,6 +303,7 @@ prompts_per_step = 4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "more", "words", "message"),

@@ -77,6 +77,7 @@ def test_an_allowed_combination_trains(kind: str, credit: str, algorithm: str, t
     assert metrics[0]["groups/zero_advantage_fraction"] < 1
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_the_discount_has_an_effect_in_every_algorithm(algorithm: str, tmp_path: Path) -> None:
     weights = []

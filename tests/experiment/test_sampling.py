@@ -39,6 +39,7 @@ def test_an_environment_that_needs_a_column_is_one_line(config: RunConfig) -> No
         sample_groups(config, 2, 1.0, prompt="1+2")
 
 
+@pytest.mark.slow
 def test_a_held_out_problem_is_graded(config: RunConfig) -> None:
     steady = replace(config, conversation=replace(config.conversation, environment=f"{guessing.__file__}:Steady"))
     one, other = (sample_groups(steady, 2, 1.0, problem=number).records() for number in (0, 1))
@@ -49,6 +50,7 @@ def test_a_held_out_problem_is_graded(config: RunConfig) -> None:
         sample_groups(steady, 1, 1.0, problem=999)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_is_refused_before_the_model_is_loaded(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def test_the_weights_of_a_stop_are_gone_as_soon_as_the_run_goes_on(folder: Path,
     assert_same(folder / "twice", whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_and_stopped_is_still_finished(folder: Path, whole: Path) -> None:
     copy = folder / "copy"
     shutil.copytree(whole, copy)
@@ -196,6 +197,7 @@ def test_an_observer_that_fails_ends_the_run_and_nothing_is_lost(folder: Path, w
     assert_same(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_observers_get_what_is_in_the_files(folder: Path, whole: Path) -> None:
     seen = Seen()
     run(config(folder, "seen"), observers=[seen])
@@ -268,6 +270,7 @@ def control(run_dir: Path, **changes: Any) -> ControlConfig:
     return ControlConfig(**settings | changes)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     summary = run(control(Path("agent")))

@@ -137,6 +137,7 @@ def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, lang
     assert newest_run().name.startswith("my recipe-")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("verdict", "drawable", "fields"),
@@ -304,6 +305,7 @@ def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path) -> None
     assert execute(advised)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("verdict", list(ADVICE["control"]))
 def test_advice_after_a_control_run_from_python(verdict: str) -> None:
@@ -357,12 +359,14 @@ def test_nothing_is_advised_to_be_rendered_that_cannot(
     execute(advised)
 
 
+@pytest.mark.slow
 def test_advice_of_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "my recipe.toml", "--group-size", "2", "--steps", "1"]) == 0
     execute(commanded(capsys.readouterr().out))
     assert settings(newest_run())["sampling.group_size"] == 2
 
 
+@pytest.mark.slow
 def test_advice_of_eval_with_and_without_a_picture(control: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(control)]) == 0
     advised = commanded(capsys.readouterr().out)

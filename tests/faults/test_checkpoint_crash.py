@@ -74,6 +74,7 @@ def test_sigkill_at_random_moments_of_saving(tmp_path):
     assert sorted(entry.name for entry in path.iterdir()) == [f"step-{reached + i:08d}" for i in (0, 1)]
 
 
+@pytest.mark.slow
 def test_sigkill_at_every_system_call_that_matters(tmp_path):
     """Dies just before the n-th fsync, rename or removal of a save, for every n, and leaves a checkpoint each time."""
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)

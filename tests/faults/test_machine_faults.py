@@ -211,6 +211,7 @@ def test_a_run_folder_that_is_moved_can_be_put_back(moment: str, place: Path, tm
     assert_same(run_dir, place / "whole")
 
 
+@pytest.mark.slow
 @at_every_moment
 def test_a_run_folder_that_is_replaced_ends_the_run(moment: str, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -261,7 +262,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name",
     ["tiny.toml", "data.jsonl", "held_out.jsonl", "rewards.py", "model", "model/config.json", "model/tokenizer.json",
@@ -334,6 +335,7 @@ def spare_files(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
 @pytest.mark.parametrize("spare", [3, 5])

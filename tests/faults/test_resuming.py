@@ -97,6 +97,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_config_is_refused_with_the_first_difference(
     change: tuple[str, str], run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -110,6 +111,7 @@ def test_a_changed_config_is_refused_with_the_first_difference(
     assert command == ["train", str(run_dir / "config.toml"), "--run-dir", f"{run_dir}-changed"]
 
 
+@pytest.mark.slow
 def test_the_command_that_is_advised_after_a_change_works(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(run_dir / "config.toml", "steps = 6", "steps = 1")
     command = shlex.split(resume(run_dir, capsys, code=2).rpartition("start a new run: covey ")[2])
@@ -117,12 +119,14 @@ def test_the_command_that_is_advised_after_a_change_works(run_dir: Path, capsys:
     assert (run_dir.parent / "run-changed" / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_folder_may_move(run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = run_dir.rename(run_dir.with_name("elsewhere"))
     resume(moved, capsys)
     assert_same_weights(moved, whole)
 
 
+@pytest.mark.slow
 def test_a_missing_config_is_written_anew(run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "config.toml").unlink()
     assert "config.toml was missing; it is written anew from origin.json" in resume(run_dir, capsys)
@@ -156,6 +160,7 @@ ORIGINS: dict[str, Callable[[dict], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ORIGINS)
 def test_a_lost_origin_is_one_line(name: str, run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +234,7 @@ def test_another_backend_is_told(own_files: Path, tmp_path: Path) -> None:
     assert changed in " ".join(output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["metrics.jsonl", "rollouts", "both"])
 def test_a_lost_record_is_one_line_each(
@@ -264,6 +270,7 @@ def test_a_run_without_a_checkpoint_forgets_nothing(
     assert {name: data for name, data in files(run_dir).items() if name != "covey.lock"} == before
 
 
+@pytest.mark.slow
 def test_the_newest_damaged_gives_way_and_the_bits_are_the_same(
     run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_value_that_is_no_reward_costs_its_own_rollout_only(grader, fault):
     assert rewards_of(groups) == [GOOD_GROUP, GOOD_GROUP, [4.0, None], GOOD_GROUP, GOOD_GROUP, GOOD_GROUP]
 
 
+@pytest.mark.slow
 def test_none_is_skipped_where_another_reward_speaks_but_nan_and_failures_are_not(grader):
     one = grader("reward", "other")
     assert rewards_of(one.grade(step("fine", "none")))[2] == [5.0, 1.0]
@@ -125,6 +126,7 @@ def test_printing_and_reading_do_not_touch_the_conversation(grader, capfd):
     assert "more noise" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("fault", "why"),
@@ -149,6 +151,7 @@ def test_more_than_a_fifth_failed_stops_the_run_with_one_line(grader, fault, why
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -198,7 +201,7 @@ def test_large_batches_pass_through_the_pipe(grader):
 # ---- the dry run before training ----
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("function", "answer", "why"),
     [
@@ -267,6 +270,7 @@ def test_columns_that_are_no_json_are_named(grader):
 # ---- a pattern that runs away, and functions in this process ----
 
 
+@pytest.mark.slow
 def test_a_runaway_pattern_meets_its_deadline():
     one = build_grader([RewardConfig(name="format", pattern="(a+)+b", timeout_seconds=1.0)], ())
     groups = one.grade([group("aab"), group("c"), *(group("ab") for _ in range(8)), group("a" * 60)])
@@ -320,6 +324,7 @@ def test_close_ends_the_worker(grader):
     one.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("busy", ["", "hang", "regex"])
 def test_the_worker_ends_when_its_parent_is_killed(tmp_path, busy):
     """Idle, asleep, or in C code that holds the GIL."""

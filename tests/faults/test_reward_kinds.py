@@ -281,6 +281,7 @@ def test_a_group_that_is_left_out_changes_the_weights(trained):
     assert trained(NOTHING) != trained(LEFT_OUT)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["mute", "os_exit", "kill_parent", "close_and_open"])
 def test_the_weights_are_those_of_a_run_that_leaves_the_faulty_group_out(kind, trained):

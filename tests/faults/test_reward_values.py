@@ -88,7 +88,7 @@ def rewards_of(groups):
     return [[rollout.reward for rollout in one.rollouts] for one in groups]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "expression",
     [
@@ -119,7 +119,7 @@ def test_tensors_are_numbers(expression, tmp_path):
         one.grade([group("a", "b")])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     ("expression", "why"),
     [
@@ -242,6 +242,7 @@ def test_a_module_may_set_up_its_process_while_it_is_imported(tmp_path, monkeypa
 # ---- importing, ending ----
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "statement", ["time.sleep(1000)", "while True: pass", "__import__('re').match('(a+)+b', 'a' * 60)"]
 )
@@ -359,7 +360,7 @@ def test_numbers_of_numpy_are_columns_like_any_other(graded):
     assert [rollout.extras for rollout in one.rollouts] == [{"reward": {"x": 1.5}}, {"reward": {"x": 2.5}}]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -383,6 +384,7 @@ def test_a_wrong_log_is_one_line_even_if_the_function_hides_it(call, why, graded
         assert str(caught.value).isprintable()
 
 
+@pytest.mark.slow
 def test_a_reply_larger_than_any_should_be_is_one_line(tmp_path):
     path = tmp_path / "large.py"
     path.write_text("def f(completions, log_extra):\n  log_extra('x', ['y' * (1 << 26)])\n  return [1.0]\n")

@@ -110,6 +110,7 @@ def test_continuous_actions_find_their_target(name: str, tmp_path: Path) -> None
     assert learnt(TARGETS[name], toy_envs.TARGET, tmp_path / "run", toy_envs.TARGET) > -0.7
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TARGETS)
 def test_continuous_actions_flee_where_that_is_paid_for(name: str, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ RATE = {"grpo": 5.0, "dr_grpo": 75.0, "rloo": 15.0, "reinforce": 15.0}
 PLANS = {"on_policy": UpdatePlan(), "two_epochs_of_two": UpdatePlan(epochs=2, minibatches=2)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_learns_and_unlearns(name, plan):
@@ -90,7 +90,7 @@ def test_learns_and_unlearns(name, plan):
     assert train(name, "no_kl", -1.0, PLANS[plan]) < 0.1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kl", ["k2_in_loss", "k3_in_loss", "k1_in_reward"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_kl_holds_the_policy_back(name, kl):

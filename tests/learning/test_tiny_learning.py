@@ -80,6 +80,7 @@ def test_a_tiny_model_learns_with_the_critic_on_its_trunk(folder):
     assert after > before + 0.3
 
 
+@pytest.mark.slow
 def test_a_run_with_a_task_of_its_own_resumes_when_it_is_given_again(folder, learnt):
     run_dir = folder / "learn-grpo"
     model = (run_dir / "model" / "model.safetensors").read_bytes()

@@ -239,6 +239,7 @@ def alone(kind: str, batch: Batch, algorithm, loss: str, *, own_trunk: bool) -> 
     return gradients_of(policy.module), gradients_of(critic.module)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_with_its_own_trunk_neither_loss_reaches_the_other_model(kind):
     _, _, algorithm, batch, (of_policy,), (of_critic,), _ = gradients_of_update(kind, own_trunk=True)
@@ -250,7 +251,7 @@ def test_with_its_own_trunk_neither_loss_reaches_the_other_model(kind):
     assert any(name.startswith("trunk.") and gradient.any() for name, gradient in of_critic.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tokens", [4096, 12])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_on_the_policys_trunk_the_gradient_is_the_sum_of_both(kind, tokens):
@@ -284,6 +285,7 @@ def test_further_epochs_on_the_policys_trunk_move_the_head_alone():
 # --- warm-up ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own_trunk", [True, False])
 def test_warm_up_leaves_the_policy_as_it_is(own_trunk, monkeypatch):
     policy, critic = make(own_trunk=own_trunk)

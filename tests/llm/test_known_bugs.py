@@ -75,6 +75,7 @@ def test_trl_3029_logprobs_not_divided_by_the_temperature(packed):
         assert expected != pytest.approx(chosen(logits, rollout.actions), abs=0.1)
 
 
+@pytest.mark.sampled(2)
 @EVERY_PATH
 def test_prime_rl_697_temperature_applied_to_logprobs(packed):
     # log_softmax(logits) / temperature is no distribution: its probabilities do not sum to 1
@@ -99,6 +100,7 @@ def test_trl_6789_sampling_from_a_part_of_the_vocabulary_is_refused(field):
         config_from_dict({"task": {"name": "arithmetic"}, "sampling": field})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", [grpo, gspo])
 def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
     # the packed forward with its head in chunks, against one forward a rollout: with ratios beyond their bounds, a gap
@@ -144,6 +146,7 @@ def test_trl_1_16_wrong_number_of_rewards():
             build_grader([wrong], ()).grade(groups)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
 @EVERY_PATH
 def test_openrlhf_217_left_padding_shifts_positions(kind, packed):

@@ -71,7 +71,7 @@ def test_what_shared_prompts_are_not_written_for_goes_the_plain_way(kind):
     assert not LanguagePolicy(tiny_model(kind)).shares_prompts
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("kind", SHARED + PLAIN)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
@@ -89,6 +89,7 @@ def test_behavior_logprobs_are_those_of_a_full_forward(kind, temperature, prompt
     assert len(lengths) > 3, "the rows should have left at different times"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", SHARED)
 def test_both_decoders_sample_the_same_tokens(kind):
     made = make_sampler(kind, end_ids=frozenset(range(1, 85, 7)))
@@ -121,7 +122,7 @@ def test_the_decoders_agree_after_every_departure():
             torch.testing.assert_close(other, shared, atol=1e-4, rtol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("prompts", [PROMPTS, ALIKE], ids=["unlike", "alike"])
@@ -342,6 +343,7 @@ def test_eight_rollouts_are_four_and_four_more(kind):
     assert further == {index: whole[index][4:] for index in further}
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_from_the_distribution():
     torch.manual_seed(0)
     vocabulary, draws = 3 * BLOCK + 17, 60_000

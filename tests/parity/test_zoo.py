@@ -65,6 +65,7 @@ def test_most_families_are_built():
     assert len(set(FAMILIES) - NOT_BUILT) > 150
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "fields"),

@@ -79,6 +79,7 @@ STATES = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(STATES)
 def test_any_plain_state_comes_back(tmp_path_factory, state):

@@ -126,6 +126,7 @@ def test_environment_and_differences():
     assert differences({"a": 1}, {"b": 2}) == ["b was not recorded, is 2", "a was 1, is not known"]
 
 
+@pytest.mark.slow
 def test_peak_memory_is_in_bytes_and_never_falls():
     before = peak_memory_bytes(CPU)
     assert 50e6 < before < 1e12
@@ -154,6 +155,7 @@ print(touch(), touch())
     assert again < first / 4  # without it: as many
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not device_module._multiplies_bf16(CPU), reason="without bf16 nothing is compiled for a shape")
 def test_memory_does_not_grow_with_the_number_of_shapes():
     script = """

@@ -143,6 +143,7 @@ def test_many_tiny_steps_do_not_round_away_in_bf16():
     assert torch.equal(module.weight, other.weight.bfloat16())
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_in_fp32():
     module = make_module(torch.bfloat16)
     exact, rounded, single = copy.deepcopy(module).float(), copy.deepcopy(module), copy.deepcopy(module)
@@ -266,6 +267,7 @@ def test_the_state_of_another_module_is_refused():
         optimizer.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_second_optimizer_of_a_module_after_the_first():
     module = make_module(torch.bfloat16)
     first = MasterAdamW(module, 1e-2)

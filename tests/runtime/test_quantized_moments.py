@@ -54,6 +54,7 @@ def test_the_map_has_the_values_of_the_paper(signed: bool) -> None:
     assert torch.equal(-values[values < 0].flip(0), positive[:-1]) or not signed
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_number_becomes_the_nearest_value_of_its_block(shape: tuple[int, ...], signed: bool) -> None:

@@ -136,6 +136,7 @@ def test_permutation_is_one_and_changes_with_its_names():
     assert permutation(0, 1, 0, 1).tolist() == [0]
 
 
+@pytest.mark.slow
 def test_permutations_are_fair():
     counts = np.zeros((5, 5))
     for step in range(4000):

@@ -281,6 +281,7 @@ def scored(before: float, after: float, spread: float | None) -> dict[str, Any]:
     return told | {"evaluations": [{"max_new_tokens": 12, "before": result(before), "after": result(after)}]}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("before", "after", "spread", "shown"),
     [
@@ -342,6 +343,7 @@ def test_a_long_line_keeps_its_peaks() -> None:
     assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     with pytest.raises(ConfigError, match="cannot read"):
@@ -367,6 +369,7 @@ def texts_of(draw: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tup
     return "\n".join(text.get_text() for text in found), figures[0]
 
 
+@pytest.mark.slow
 def test_the_curve_of_control_goes_by_environment_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RunStore(tmp_path)
     for step in range(1, 9):

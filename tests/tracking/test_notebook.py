@@ -111,6 +111,7 @@ def test_a_run_that_cannot_go_on_leaves_its_output_and_one_line(folder: Path) ->
     assert "step 0/3" in published[-1]["data"]["text/plain"]
 
 
+@pytest.mark.slow
 def test_elsewhere_there_is_no_notebook() -> None:
     assert not in_notebook()
     done = subprocess.run(

@@ -161,6 +161,7 @@ def test_the_formats_are_checked_first(tmp_path: Path, monkeypatch: pytest.Monke
     check_export(tmp_path / "t.csv")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_steps(tmp_path: Path) -> None:
     """The records have 4 MB, a step has 0.2 MB."""
     run = language_run(tmp_path / "run", steps=1, rollouts=())

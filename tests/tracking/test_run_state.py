@@ -206,6 +206,7 @@ def test_reading_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_runs_that_start_while_their_state_is_read_all_get_the_lock(tmp_path: Path) -> None:
     """A reader that took a lock, even a shared one for a moment, would have some of them refused."""
     make_run(tmp_path / "run")

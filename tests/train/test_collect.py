@@ -165,6 +165,7 @@ def adaptive(first: int, most: int = 0) -> AdaptiveGroups:
     return AdaptiveGroups(first, most)
 
 
+@pytest.mark.slow
 @example(chances=[0.5, 0.5, 0.0], first=6, size=1, most=30, step=1)  # 3 rollouts are left for 2 groups
 @given(
     chances=st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=1, max_size=9),
@@ -275,6 +276,7 @@ def test_a_step_may_end_with_fewer_groups():
     assert len(found.dropped) == 5
 
 
+@pytest.mark.slow
 @given(
     chances=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=9),
     resamples=st.integers(1, 4),

@@ -367,6 +367,7 @@ class OnPolicy(PolicyWorld):
         return groups
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", [0.3, 3.0])
 def test_the_entropy_comes_to_its_target_from_below_and_from_above(start):

@@ -50,6 +50,7 @@ def test_the_reward_model_is_trained_after_each_iteration_and_saved() -> None:
     assert saved == [(2, 0), (2, 1), (4, 1), (4, 2), (6, 2), (6, 3)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stop_after", range(1, 13))
 def test_a_stopped_run_continues_where_it_was(stop_after: int) -> None:
     """Stopped at each question whether to stop, in steps and in trainings of the reward model."""

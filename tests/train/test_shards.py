@@ -84,6 +84,7 @@ def trained(team: Team, name: str) -> tuple[dict[str, float], dict[str, torch.Te
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("shards", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)

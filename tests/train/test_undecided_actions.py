@@ -107,6 +107,7 @@ def test_a_gap_changes_no_gradient_and_no_metric(algorithm, plan):
     assert found[2] == pytest.approx(expected[2], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.sampled(6)
 @EVERY
 @pytest.mark.parametrize("hidden", [math.inf, math.nan])
 def test_what_stands_in_a_gap_is_never_read(algorithm, hidden):
@@ -130,7 +131,7 @@ def test_minibatches_of_single_decisions_add_up_to_the_step(name):
         same(torch.stack(of_critic).mean(dim=0), gradient)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @EVERY
 @pytest.mark.parametrize("rows", [1, 3])
 def test_microbatches_with_gaps(algorithm, rows):
@@ -139,7 +140,7 @@ def test_microbatches_with_gaps(algorithm, rows):
     same(gradients(groups, algorithm, rows=rows)[0][0], whole)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @EVERY
 @settings(max_examples=10)
 @given(st.integers(0, 100), st.integers(1, 4))
@@ -225,7 +226,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @given(MASKS, st.integers(0, 1000))
 @example(AN_EXAMPLE, 0)
@@ -264,7 +265,7 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("credit", ESTIMATORS.values(), ids=ESTIMATORS)
 @settings(max_examples=30)
 @given(MASKS, st.integers(0, 1000))

@@ -56,7 +56,7 @@ def with_dead_group() -> list[Group]:
     return groups
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -106,7 +106,7 @@ def test_microbatch_size(algorithm, rows):
     same(gradient_of(batch, algorithm, rows=rows), gradient_of(batch, algorithm))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(30)
 @EVERY
 @pytest.mark.parametrize("minibatches", [2, 3, 4])
 def test_mean_of_the_minibatches_is_the_step(algorithm, minibatches):
@@ -116,6 +116,7 @@ def test_mean_of_the_minibatches_is_the_step(algorithm, minibatches):
     same(torch.stack(gradients).sum(dim=0) / minibatches, gradient_of(batch, algorithm))
 
 
+@pytest.mark.sampled(6)
 @EVERY
 def test_every_epoch_at_frozen_weights_sees_the_same_gradient(algorithm):
     batch = collate(random_groups())
@@ -184,6 +185,7 @@ def test_kl_pulls_on_the_rollout_of_a_live_group_whose_reward_is_the_mean():
     same(gradient_of(groups, make("grpo", "k3_in_loss")), formula_gradient(groups, "grpo", "k3_in_loss"))
 
 
+@pytest.mark.sampled(6)
 @EVERY
 def test_failed_rollouts_change_neither_baseline_nor_denominators(algorithm):
     groups = random_groups()
@@ -213,7 +215,7 @@ def test_truncated_rollouts_masked_are_in_neither_numerator_nor_denominator(algo
     assert metrics["decisions/trained"] == decisions
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("averaging", AGGREGATIONS)
 @pytest.mark.parametrize("kl", ["no_kl", "k3_in_loss", "k1_in_reward"])
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -107,6 +107,7 @@ def test_generate_group_outputs():
     assert again.shape != outputs.shape or not torch.equal(again, outputs)
 
 
+@pytest.mark.slow
 def test_prompts_may_be_token_ids():
     """The same answers from texts, padded tensors, a tokenizer's output and lists; rewards read the text."""
     seen = []
@@ -219,6 +220,7 @@ def test_a_rule_based_reward_rises(options):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
 
 
+@pytest.mark.slow
 def test_a_reward_may_be_a_method():
     class Ends(GRPOTrainer):
         def compute_rewards(self, prompts, outputs):

@@ -165,6 +165,7 @@ def test_no_path_leads_out_of_the_folder(client: Client, runs: Path, name: str) 
         assert answer.status != 307 or answer.headers["location"].startswith(f"http://127.0.0.1:{client.port}/")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("parameter", ["first", "last", "offset", "limit", "filter", "text", "max_new_tokens", "order",
                                        "kind", "names", "points", "after"])  # fmt: skip
 @pytest.mark.parametrize("value", ["../../etc/passwd", "%00", "-1", "9" * 40, "1e9", "%F0%9F%98%80", "' OR 1=1 --",
@@ -177,6 +178,7 @@ def test_hostile_parameters_do_no_harm(client: Client, runs: Path, parameter: st
         assert SECRET.encode() not in answer.body
 
 
+@pytest.mark.slow
 def test_links_pipes_folders_and_large_files_of_a_run_are_not_read(client: Client, runs: Path) -> None:
     run = runs / "a"
     assert client.of_run(run, "/files/curve.png").body == b"\x89PNG picture"
@@ -235,6 +237,7 @@ def _other_addresses() -> set[str]:
         return {probe.getsockname()[0]} - {"127.0.0.1"}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("host", "own"),
     [("127.0.0.1", True), ("localhost:80", True), ("[::1]", True), ("[::1]:8808", True), ("::1", False),

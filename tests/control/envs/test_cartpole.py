@@ -16,6 +16,7 @@ def balance(observation_ND: np.ndarray) -> np.ndarray:
     return (observation_ND @ np.array([0.1, 0.3, 1.0, 0.8]) > 0).astype(np.int64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("limit", [0, 60])
 def test_every_step_is_that_of_the_single_environment(limit: int) -> None:
     """Observations to the last bit, rewards and ends, for good, bad and random actions, over several episodes."""

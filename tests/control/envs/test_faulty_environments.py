@@ -73,7 +73,7 @@ def register():
         yield do
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["auto", "sync", "async"])
 @pytest.mark.parametrize("fault", FAULTS)

@@ -195,6 +195,7 @@ CRASHING = Cluster(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(workload=workloads, cluster=clusters, schedule=st.sampled_from(SCHEDULES))
 @example(workload=STRAGGLERS, cluster=CRASHING, schedule=fifo(1))

@@ -160,6 +160,7 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
         build_rollout_kind(wrong)
 
 
+@pytest.mark.slow
 def test_conversations_of_a_model_with_an_adapter() -> None:
     chat = tiny_chat()
     options = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}

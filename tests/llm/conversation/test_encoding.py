@@ -88,7 +88,7 @@ def control_texts(name):
     return [text for text in (*model.control, *model.plain) if text.strip("▁\n")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", CHAT_MODELS)
 @pytest.mark.parametrize("role", ["user", "tool"])
 @settings(max_examples=25)
@@ -101,6 +101,7 @@ def test_a_reply_makes_no_control_tokens(name, role, data):
     check_no_control(name, role, text)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CHAT_MODELS)
 def test_no_control_token_can_be_written_by_an_environment(name):
     for control in control_texts(name):

@@ -211,6 +211,7 @@ class Some(Echo):
         return super().step(message)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ["reset", "step 1", "step 3"])
 def test_an_environment_that_fails_takes_its_own_rollout_out_of_the_group(fault):
     Some.made = 0

@@ -80,6 +80,7 @@ def test_a_model_without_a_template_writes_fenced_calls() -> None:
     assert find_format(None) == "fenced"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "hermes3", "llama3", "mistral", "mistral_small"])
 @settings(max_examples=20)
 @given(calls)
@@ -95,6 +96,7 @@ def test_calls_in_xml_are_read_back(calls: list[ToolCall]) -> None:
     check_round_trip("qwen3_coder", calls)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("format", [format for format in FORMATS if format != "qwen_xml"])
 @settings(max_examples=25)
 @given(calls)
@@ -112,6 +114,7 @@ def test_calls_that_covey_writes_in_xml_are_read_back(calls: list[ToolCall]) -> 
     assert (without_ids(found.calls), found.errors) == (without_ids(tuple(calls)), ())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=25).map("".join))

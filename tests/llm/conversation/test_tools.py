@@ -266,6 +266,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([*(tool.name for tool in TOOLS[:-1]), "no"]),
     st.dictionaries(

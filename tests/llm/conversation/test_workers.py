@@ -78,6 +78,7 @@ def test_a_conversation(environments):
     session.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_its_own_conversation_alone(environments, fault):
     sessions = [environments.open(0) for _ in range(3)]
@@ -175,6 +176,7 @@ def test_output_goes_to_stderr(processes, capfd):
     assert "covey \\x1b[31mred" in capfd.readouterr().err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -227,7 +229,7 @@ def describe_and_reset(processes):
     session.ask({"do": "reset", "columns": {"answer": 1}}).result(60)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("source", MISTAKES)
 def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
     file = tmp_path / "mistaken.py"
@@ -271,6 +273,7 @@ class Unreadable:
         return len(a)
 
 
+@pytest.mark.slow
 def test_a_tool_that_cannot_be_described_is_one_line_that_names_the_fix():
     message = HostedEnvironment(Unreadable, 1000).answer({"do": "describe"})["failed"]
     assert message.startswith("the tool Unreadable.add cannot be described to a model (Couldn't convert the type hint")

@@ -18,7 +18,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 @pytest.mark.parametrize("rows", [3, 7, 100])
 def test_added_prompts_have_their_own_completions(kind: str, rows: int) -> None:

@@ -81,7 +81,7 @@ def test_branches_change_no_choice_and_spare_rows(way, rows_at_once, monkeypatch
     assert len({len(rollout.actions) for rollout in together}) > 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_row_that_is_named_twice_becomes_two(kind):
     model = tiny_model(kind)
@@ -139,6 +139,7 @@ def test_every_beginning_is_fed_once(completions):
         assert any(line[: len(whole)] == whole for line in seen)
 
 
+@pytest.mark.slow
 @example(TWICE)
 @given(st.lists(FEW, min_size=1, max_size=4))
 def test_every_token_has_a_place_in_the_rectangle_of_leaves(completions):
@@ -215,7 +216,7 @@ def attend_by_torch(monkeypatch, scores_limit: int) -> None:
 WAYS = [*((kind, "kernels") for kind in FAST), *((kind, way) for kind in SHARED for way in ("products", "fused"))]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 @pytest.mark.parametrize("beginning", [0, 11])

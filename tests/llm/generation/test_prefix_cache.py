@@ -49,6 +49,7 @@ def engine() -> Engine:
     return Engine(LanguagePolicy(tiny_model(), temperature=0.7))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 0), (torch.bfloat16, 4)], ids=["fp32", "bf16"])
 def test_turns_have_the_bits_of_conversations_in_the_training_process(dtype: torch.dtype, rows: int) -> None:
     policy = LanguagePolicy(tiny_model(dtype=dtype), temperature=0.7)

@@ -129,7 +129,7 @@ def logprobs_of(module: torch.nn.Module, tokens: Sequence[int], temperature: flo
     return (logits.float() / temperature).log_softmax(1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [*NATIVE, *OTHERS])
 def test_every_decision_is_that_of_one_full_forward_and_of_its_own_random_number(kind: str) -> None:
     policy, script = LanguagePolicy(tiny_model(kind), temperature=0.7), Script()
@@ -165,7 +165,7 @@ def test_in_bf16_decisions_are_those_of_a_full_forward_up_to_its_rounding(kind: 
     check_decisions(policy, requests, script, 1.0, 0.08)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("reply", [0, 1, 150])
 @pytest.mark.parametrize("limits", [(1, 1), (1, 30), (9, 2)])
@@ -202,6 +202,7 @@ def test_a_policy_evaluates_the_decisions_of_conversations_alike() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
@@ -224,6 +225,7 @@ def test_the_time_and_order_of_replies_change_nothing(kind: str, seed: int, rows
         assert late.logprobs[place] == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_other_conversations_go_on_while_one_waits(kind: str) -> None:
     """The first conversation gets its reply after all others have ended."""
@@ -272,6 +274,7 @@ class WatchedGenerator(LocalGenerator):
         return batch
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("delays", [None, 3])
 @pytest.mark.parametrize("rows", [4, 100])
 def test_rows_keep_their_keys_and_values_and_are_given_back(delays: int | None, rows: int) -> None:
@@ -289,6 +292,7 @@ def test_rows_keep_their_keys_and_values_and_are_given_back(delays: int | None, 
         assert not batch.parked
 
 
+@pytest.mark.slow
 def test_siblings_share_every_token_that_they_have_in_common() -> None:
     """Without randomness, all completions of a prompt are one row until replies to them differ, which come together."""
     generator, script = WatchedGenerator(LanguagePolicy(tiny_model())), Script(always=True)
@@ -319,7 +323,7 @@ def test_siblings_share_every_token_that_they_have_in_common() -> None:
         assert torch.equal(whole.argmax(1)[decided], torch.tensor(tokens)[decided])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_that_are_fed_together_have_the_bits_of_those_fed_one_by_one(threads: int, dtype: torch.dtype) -> None:
@@ -345,6 +349,7 @@ def test_tokens_that_are_fed_together_have_the_bits_of_those_fed_one_by_one(thre
     assert torch.equal(found, torch.cat(expected))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("decoded", [3, 16, 17, 40])
 def test_a_parked_row_is_unchanged_when_it_comes_back_after_others_went_on_in_its_slot(decoded: int) -> None:
     module = LanguagePolicy(tiny_model()).module
@@ -399,6 +404,7 @@ def test_a_turn_is_limited_by_the_models_positions_and_a_conversation_without_ro
         Continuation((), 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
     """Products of few rows with wide matrices are computed in another order, in the layers of every other decoder."""
@@ -439,6 +445,7 @@ def test_past_the_deadline_the_conversations_that_wait_have_failed(kind: str) ->
     assert failed.reason is FailureReason.DEADLINE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_requests_and_replies_that_fail_do_so_alone(kind: str) -> None:
     """The first rollout of the last request has no reply: its future has failed, or was cancelled."""
@@ -470,6 +477,7 @@ def test_requests_and_replies_that_fail_do_so_alone(kind: str) -> None:
         assert script.logprobs[place] == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_stop_string_ends_a_turn_but_not_if_a_reply_has_a_part_of_it(kind: str) -> None:
     chat = Chat(tiny_tokenizer(), frozenset({1}), 84)

@@ -89,7 +89,7 @@ def test_the_numbers_of_an_adapter(kind: str, targets: str) -> None:
         adapter_parameters(size, replace(CONFIG, lora=LoRAConfig(rank=5, targets=("qproj",))))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("targets", ["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -152,6 +152,7 @@ def test_a_critic_s_adapter_is_counted() -> None:
     assert predict(SMOLLM2, shared, device="cpu", width=2).parts["critic's weights"] == 2 * 577
 
 
+@pytest.mark.slow
 def test_the_plan_shows_an_adapter_and_its_critic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "smollm2-135m", "--device", "cpu", "--precision", "bf16", "--rank", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()

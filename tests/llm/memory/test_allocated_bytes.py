@@ -244,6 +244,7 @@ def test_the_cache_of_the_native_decoder(
     assert plan.parts["keys and values"] == stated
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1, 32, 33])
 def test_the_cache_of_the_shared_prefix_decoder(tokens: int) -> None:
     module, rows = tiny_model(), 16

@@ -114,7 +114,7 @@ def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("limit", [prefix_attention.SCORES_LIMIT, 0], ids=["products", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -137,7 +137,7 @@ def test_activations_are_what_autograd_keeps(
         assert counted == pytest.approx(kept, rel=0.015)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", sorted(FIELDS))
@@ -174,6 +174,7 @@ def test_recomputation_is_proposed_if_no_microbatch_is_small_enough(monkeypatch:
     assert "it fits" in fitting
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("microbatch_tokens", [1, 20, 30, 64, 100, 117, 118, 119, 400])
 def test_the_largest_microbatch_is_that_of_the_policy(microbatch_tokens: int) -> None:
     prompts, group_size, prompt_tokens, new_tokens = 3, 4, 19, 10

@@ -54,6 +54,7 @@ def dense(hidden: Tensor, head, other: Tensor, other_head, temperature: float) -
     return kl.exact(logits.log_softmax(-1), others.log_softmax(-1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_value_and_gradients_are_those_of_the_whole_matrix(monkeypatch, with_bias, temperature):
@@ -144,6 +145,7 @@ def reference_of(kind: str = "llama", **options) -> LanguagePolicy:
     return LanguagePolicy(tiny_model(kind, seed=1).requires_grad_(False), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [SHARED[0], "gpt2", *PLAIN])
 def test_the_output_has_the_kl_to_the_reference(kind):

@@ -71,6 +71,7 @@ def read_back(file: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -83,7 +83,7 @@ def gradients(adapter: Adapter) -> dict[str, Tensor]:
     return {name: factor.grad for name, factor in adapter.parameters.named_parameters()}  # type: ignore[misc]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_and_gradients_are_those_of_peft(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
@@ -110,6 +110,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(kind: str, targets: t
     assert not frozen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mistral"])
 def test_in_bf16_they_are_those_of_peft_in_fp32_but_for_rounding(kind: str, tmp_path: Path) -> None:
     policy, adapter = adapted(kind, torch.bfloat16)
@@ -130,7 +131,7 @@ def test_in_bf16_they_are_those_of_peft_in_fp32_but_for_rounding(kind: str, tmp_
         assert float(gradient.norm()) == pytest.approx(float(exact.norm()), rel=0.1), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_of_a_dense_model_with_the_same_gradient(kind: str) -> None:
     """With a dense layer of weights W + s B A, the chain rule gives dA = s B' dW and dB = s dW A'."""
@@ -156,7 +157,7 @@ def test_merged_weights_are_those_of_a_dense_model_with_the_same_gradient(kind: 
             assert (made[f"{path}.{name}.weight"] - wanted).norm() <= 1e-4 * wanted.norm().clamp(min=1), (path, name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_adapter_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
@@ -181,7 +182,7 @@ def sampler(policy: LanguagePolicy) -> LanguageSampler:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sampler_has_the_log_probabilities_of_the_update_after_every_change(kind: str) -> None:
     policy, adapter = adapted(kind)

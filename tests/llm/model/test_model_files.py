@@ -373,7 +373,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_whole_is_refused_by_name_in_one_line(case, whole, tmp_path, monkeypatch):
     change, message = REFUSED[case]

@@ -160,7 +160,7 @@ def test_every_source_in_every_command(command, source, places, tmp_path, capsys
         assert (Path(run_dir) / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_in_both_trainers(source, places):
     options = {"max_new_tokens": 2, "device": "cpu", "precision": "fp32", "reward_function": nothing}
@@ -195,6 +195,7 @@ def test_a_place_is_the_same_however_it_is_written(source, places, tmp_path, mon
         assert locate_model(way) == expected, way
 
 
+@pytest.mark.slow
 def test_a_run_begun_from_a_relative_path_is_known_from_anywhere(places, tmp_path, monkeypatch):
     shutil.copytree(places["folder"], tmp_path / "mine" / "base")
     monkeypatch.chdir(tmp_path / "mine")
@@ -219,13 +220,14 @@ def test_runs_that_moved_together_and_lost_their_base_can_be_begun_from(places, 
     assert main(["train", write_recipe(tmp_path, moved), "--run-dir", str(tmp_path / "third")]) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_checkpoint_brings_the_task_of_its_run(places, capsys):
     for source in ("run", "model of a run", "stopped run", "checkpoint"):
         assert main(["eval", places[source], "--problems", "2"]) == 0, source
     assert "2 problems" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -338,6 +340,7 @@ def server(places, tmp_path, monkeypatch) -> Iterator[type[Hub]]:
         http.shutdown()
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_downloaded_without_pickles_and_then_is_a_folder(server, places, tmp_path, monkeypatch):
     assert same(weights("someone/tiny"), weights(places["folder"]))
     assert not list((tmp_path / "hub").rglob("*.bin"))

@@ -15,19 +15,21 @@ from helpers.tiny_models import PLAIN, SHARED, tiny_model
 from helpers.zoo import zoo_model
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [*SHARED, *PLAIN])
 def test_the_gradient_has_the_bits_of_layers_that_keep_their_activations(kind: str, dtype: torch.dtype) -> None:
     check_same_bits(tiny_model(kind, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["granitemoe_swa", "granitemoehybrid"])
 def test_a_cache_that_a_model_makes_unasked_is_not_written_twice(kind: str) -> None:
     check_same_bits(zoo_model(kind))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_values_and_the_exact_kl_have_the_same_bits_too(kind: str) -> None:
     check_same_bits(tiny_model(kind), outputs=True)

@@ -67,6 +67,7 @@ def end_by_whole_texts(chat: Chat, stops: tuple[str, ...], tokens: list[int]) ->
     return None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(st.data())
 @settings(max_examples=60)
@@ -144,6 +145,7 @@ STARTS = [Start(index, text) for index, text in enumerate(["12+3=", "ab", "x", "
 STOPS = ("7", "Z", "B>p", "=E")  # the last two take several tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [0, 4, 8])
 def test_completions_are_those_without_stop_strings_cut_after_the_first(rows: int) -> None:
     sampler = sampler_with(STOPS, rows=rows)
@@ -163,6 +165,7 @@ def test_completions_are_those_without_stop_strings_cut_after_the_first(rows: in
     assert 4 < ended_early < 16
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("limit", [1, 2, 5, 11, 24])
 def test_groups_that_are_truncated_are_those_of_a_lower_limit(limit: int) -> None:
     whole = sampler_with(STOPS)

@@ -139,7 +139,7 @@ def compare_with_plain(kind: str, batch: Batch, **options) -> LanguagePolicy:
     return policy
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("way", ["kernels", "products", "fused"])
 @pytest.mark.parametrize("kind", SHARED)
 def test_packed_evaluation_is_that_of_a_plain_forward(kind, way, monkeypatch):
@@ -149,6 +149,7 @@ def test_packed_evaluation_is_that_of_a_plain_forward(kind, way, monkeypatch):
     assert compare_with_plain(kind, some_batch()).shares_prompts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PLAIN)
 def test_evaluation_row_by_row_is_that_of_a_plain_forward(kind):
     assert not compare_with_plain(kind, some_batch()).shares_prompts
@@ -298,6 +299,7 @@ def plain_values(trunk: nn.Module, head: nn.Linear, batch: Batch) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_values_and_their_gradients_are_those_of_a_plain_forward(kind):
     batch, weights = some_batch(), weights_of(some_batch())
@@ -354,7 +356,7 @@ def ppo_loss(batch: Batch, model: nn.Module, reference: nn.Module, head: nn.Line
     return loss / batch.mask_BT.sum()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("tokens", [4096, 20])
 @pytest.mark.parametrize("own_trunk", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -388,6 +390,7 @@ def test_an_update_of_ppo_is_that_of_its_formulas(kind, own_trunk, tokens):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_an_update_of_grpo_is_that_of_its_formulas(kind):
     """z-scores of the rewards; each rollout's decisions are averaged first, then the rollouts; k3 in the loss."""

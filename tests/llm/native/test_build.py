@@ -110,6 +110,7 @@ def test_the_kernels_are_compiled_once(filled, monkeypatch):
     assert left == [f"{stem}.sha256", f"{stem}.so", "lock"], "nothing else is left behind"
 
 
+@pytest.mark.slow
 def test_only_the_user_may_read_and_write_the_cache(built):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in built.rglob("*")}
     assert modes == {name: 0o700 if name.endswith(".so") or "." not in name else 0o600 for name in modes} | {
@@ -197,6 +198,7 @@ def test_a_damaged_library_is_compiled_anew_before_it_is_loaded(damage, filled, 
     assert only_line(caplog) == f"the compiled kernels {path} are damaged and will be compiled anew"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("does", "reason"),
     [

@@ -95,6 +95,7 @@ def test_the_kernels_decode_what_torch_decodes(kind, torch_alone):
     torch.testing.assert_close(logprobs_of(native), logprobs_of(plain), atol=1e-5, rtol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1), (10, 2)])
 def test_any_number_of_query_heads_may_share_a_key_head(heads, torch_alone):
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,6 +116,7 @@ def test_any_number_of_query_heads_may_share_a_key_head(heads, torch_alone):
     torch.testing.assert_close(logprobs_of(native), logprobs_of(plain), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("kernels", [True, False])
@@ -138,7 +140,7 @@ def test_in_bf16_a_decoder_is_no_further_from_fp32_than_transformers(kind, kerne
     assert torch.cat(ours).mean() < 1.1 * torch.cat(theirs).mean()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1), (34, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_has_the_logits_of_its_own_tokens(heads, dtype):

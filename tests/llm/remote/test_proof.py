@@ -77,6 +77,7 @@ def test_greedy_completions_are_compared_at_temperature_one(policy: LanguagePoli
     assert proof.level(greedy=False) == FP32
 
 
+@pytest.mark.slow
 def test_the_level_is_at_least_the_noise(policy: LanguagePolicy) -> None:
     proof = Proof(policy, 3.0)
     for _ in range(20):

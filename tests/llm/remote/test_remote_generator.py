@@ -97,6 +97,7 @@ def change(policy: LanguagePolicy, factor: float = 1.05) -> None:
             parameter.mul_(factor)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["file", "group"])
 def test_two_servers_have_the_bits_of_this_process_before_and_after_an_update(
@@ -259,7 +260,7 @@ FAULTS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_server_changes_no_bit_and_no_group_is_generated_twice(
     servers: list[Serving], policy: LanguagePolicy, fault: str
@@ -293,6 +294,7 @@ class Stolen:
         assert self.servers[number].ask("/weight_info")[1] == {"weight_version": version}
 
 
+@pytest.mark.slow
 def test_a_server_that_lies_about_its_version_is_refused_before_anything_is_handed_out(
     servers: list[Serving], policy: LanguagePolicy
 ) -> None:

@@ -95,6 +95,7 @@ def local(seed: int, some: list[GenerationRequest]) -> list[Any]:
     return LocalGenerator(LanguagePolicy(tiny_model(seed=seed))).generate(some)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_completions_have_the_bits_of_this_process(server: Serving, folder: Path, seed: int) -> None:
     assert update(server, written(folder, weights_of(seed)), f"seed-{seed}") == [200] * 3

@@ -112,6 +112,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

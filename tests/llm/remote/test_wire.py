@@ -122,6 +122,7 @@ def test_spans_of_one_version_may_be_several():
         read(answer)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300)
 def test_an_answer_with_anything_in_any_place_is_read_or_refused(data: st.DataObject) -> None:

@@ -50,7 +50,7 @@ def some_rows(model: RewardModel) -> list[ScoredRow]:
     return [model.encoder.process(prompt, steps) for prompt in PROMPTS for steps in completions]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", [*SHARED, "mistral"])
 def test_scores_are_those_of_transformers(architecture: str, kind: RewardModelKind) -> None:
@@ -92,6 +92,7 @@ OTHERS: dict[str, tuple[dict[str, Any], bool, int | None]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_are_scored_as_by_transformers_up_to_their_longest_sequence(family: str) -> None:
     more, pads, longest = OTHERS[family]
@@ -118,6 +119,7 @@ def test_other_families_are_scored_as_by_transformers_up_to_their_longest_sequen
     torch.testing.assert_close(torch.cat(model.scores(rows)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
 @pytest.mark.parametrize("pad", [None, 999])
 def test_without_a_padding_token_the_score_is_read_at_the_last_token(
@@ -262,6 +264,7 @@ def test_a_new_model_scores_zero_and_its_head_alone_has_a_gradient(kind: RewardM
     assert all(name.startswith("score") for name in moved)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("architecture", [*SHARED, *PLAIN])
 def test_a_new_model_has_the_decoder_of_the_language_model(architecture: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

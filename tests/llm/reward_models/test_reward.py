@@ -51,6 +51,7 @@ def rewards(**fields: Any) -> list[float | None]:
     return [rollout.reward for rollout in graded(**fields)]
 
 
+@pytest.mark.slow
 def test_an_outcome_score_is_standardised_and_clipped(tmp_path: Path) -> None:
     model = saved(tmp_path, RewardModelKind.OUTCOME, ScoreScale(mean=0.5, deviation=2.0, count=9))
     assert model.scale == ScoreScale(mean=0.5, deviation=2.0, count=9)
@@ -79,6 +80,7 @@ def test_the_raw_scores_are_metrics_of_the_run(tmp_path: Path) -> None:
     assert found[0].logged["reward_model/raw_score"][0] == pytest.approx(float(model.scores([row])[0]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_is_paid_the_probability_that_it_is_right(tmp_path: Path) -> None:
     model = saved(tmp_path, RewardModelKind.PROCESS)
     expected = model.scores([model.encoder.process("2+3=", ["7\n", "8 or\n", "9"])])[0].sigmoid()
@@ -98,6 +100,7 @@ def test_a_step_is_paid_the_probability_that_it_is_right(tmp_path: Path) -> None
         assert rewards(model=name, aggregate=aggregate)[2] == pytest.approx(float(value), abs=1e-5), aggregate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"standardise": False}])
 def test_a_score_that_is_not_finite_is_a_failure_and_no_reward(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +133,7 @@ def test_a_completion_beyond_the_models_limit_is_not_graded(tmp_path: Path, capl
     assert "it has 11 tokens, and the model takes at most 8" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(RewardModelKind))
 def test_a_completion_that_the_chat_template_refuses_is_not_graded(kind: RewardModelKind, tmp_path: Path) -> None:
     """A policy may write an empty completion in any step: the run goes on without it."""
@@ -150,6 +154,7 @@ def test_a_completion_that_the_chat_template_refuses_is_not_graded(kind: RewardM
         grader(model=str(tmp_path)).check([Start(0, [{"role": "user", "content": ""}])])
 
 
+@pytest.mark.slow
 def test_the_model_is_loaded_in_the_dry_run_and_mistakes_are_one_line(tmp_path: Path) -> None:
     outcome, process = tmp_path / "outcome", tmp_path / "process"
     saved(outcome, RewardModelKind.OUTCOME)

@@ -124,6 +124,7 @@ def make(
     return RewardModelTrainer(model, config, choose_objective(examples), steps), encoded
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_and_knows_how_well() -> None:
     config = RewardModelConfig(batch_size=16, learning_rate=2e-3)
     trainer, encoded = make(many(160), config, steps=20)

@@ -60,6 +60,7 @@ def test_dry_run_finds_data_that_does_not_fit_the_reward():
         build_grader([RewardConfig(name="numeric")], ()).check([start(solution="4")])
 
 
+@pytest.mark.slow
 def test_the_worker_needs_neither_torch_nor_transformers():
     modules = {reward.function.partition(":")[0] for reward in BUILT_IN_REWARDS.values()}
     imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
@@ -94,6 +95,7 @@ IN_PROCESS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("function", IN_PROCESS)
 def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function):
     """A reward that may need more than time linear in the text has to run in a process that can be ended."""
@@ -173,6 +175,7 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
     assert (done.stdout, done.stderr) == ("[1.0, 0.0] accuracy\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(PLAIN)
 @example({1, 2})
 @example(10**400)
@@ -186,6 +187,7 @@ def test_a_value_nested_too_deeply_is_refused() -> None:
         encode(object())
 
 
+@pytest.mark.slow
 def test_a_result_with_colliding_keys_is_not_built_in_this_process() -> None:
     keys = [["int", hex(number * (2**61 - 1))] for number in range(20_000)]
     began = time.process_time()
@@ -361,6 +363,7 @@ def test_tests_that_cannot_run_are_a_failed_grading(source: str) -> None:
         Judge(any_backend(), LIMITS).judge("def f(x): return x", CheckTests(source, "f", ("f",)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["none", *BACKENDS])
 def test_a_program_has_the_memory_of_its_limit(name: str) -> None:
     """The harness sets the limit for bubblewrap, which is not on every machine, and for programs without a sandbox."""
@@ -568,7 +571,7 @@ def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch
 # ---- nothing stays ----
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.04, 0.08, 0.3])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None:
@@ -643,6 +646,7 @@ def test_a_launcher_that_was_killed_is_started_again_and_its_programs_go_on() ->
     assert processes_left() == []
 
 
+@pytest.mark.slow
 def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
     any_backend()
     program = """

@@ -76,6 +76,7 @@ def test_bwrap_is_searched_on_path_beside_the_interpreter_and_in_the_usual_folde
     assert find_bwraps() == programs[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("text", "reason"), BROKEN.values(), ids=BROKEN)
 def test_without_a_bwrap_that_works_the_reward_names_the_reason_and_what_to_install(

@@ -479,6 +479,7 @@ def test_an_unknown_host_name_is_one_line(build) -> None:
     assert error.startswith("was not asked: the host name no-such-host.invalid cannot be resolved (")
 
 
+@pytest.mark.slow
 def test_a_proxy_of_the_environment_is_not_used_on_this_machine(build, monkeypatch: pytest.MonkeyPatch) -> None:
     with JudgeServer(lambda asked: asked.say("1")) as proxy, JudgeServer(say_the_number) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.address)
@@ -499,6 +500,7 @@ def test_which_addresses_are_this_machine(address: str, here: bool) -> None:
 # ---- the token ----
 
 
+@pytest.mark.slow
 def test_the_token_is_sent_and_never_shown(build, monkeypatch, tmp_path: Path, capfd) -> None:
     """The server repeats the header in a reply and in an error."""
     monkeypatch.setenv("JUDGE_TOKEN", f" {TOKEN}\n")
@@ -579,6 +581,7 @@ def test_the_token_of_a_file(build, tmp_path: Path) -> None:
 # ---- the cache ----
 
 
+@pytest.mark.slow
 def test_another_process_asks_nothing_twice_and_every_part_of_a_request_counts(build) -> None:
     with JudgeServer(say_the_number) as server:
         build(server, own_process=True).grade([group("0.1", "0.2", answer="x")])
@@ -651,6 +654,7 @@ def test_two_runs_that_share_a_cache_count_the_same_reply(build) -> None:
         assert scores[0] == scores[1] == ask(0)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, capfd) -> None:
     (tmp_path / "cache").write_text("a file in the folder's place")
     with JudgeServer(say_the_number) as server:

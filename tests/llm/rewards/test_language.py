@@ -37,7 +37,7 @@ def test_language_by_hand(text, scripts, share):
     assert script_share([text], scripts=scripts) == pytest.approx([share])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_has_letters(script):
     """The name of a script is how the names of its letters begin in Unicode, so a misspelt one would match nothing."""

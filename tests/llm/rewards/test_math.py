@@ -48,6 +48,7 @@ def test_an_answer_that_is_no_mathematics_is_refused():
         math_equal(["5"], answer=[""])
 
 
+@pytest.mark.slow
 def test_math_verify_never_sets_its_timer():
     """Its own timeout is an alarm signal, which fails in a thread and interrupts no computation in C."""
     program = (
@@ -101,6 +102,7 @@ def test_no_process_is_started_for_plain_numbers():
     one.close()
 
 
+@pytest.mark.slow
 def test_the_dry_run_finds_answers_that_are_no_mathematics():
     one = grader()
     with pytest.raises(ConfigError, match=r"reward 'math' ValueError: the answer '' is no mathematics"):

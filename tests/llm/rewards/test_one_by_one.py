@@ -55,6 +55,7 @@ def call(pool, texts, *, seconds=60.0, answer=0):
     return pool.call(arguments, 0, seconds)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_every_completion_gets_its_own_result_in_order(file, workers):
     pool = one_by_one(f"{file}:mixed", workers)
@@ -67,6 +68,7 @@ def test_every_completion_gets_its_own_result_in_order(file, workers):
         pool.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -110,6 +112,7 @@ def test_an_invalid_result_and_a_missing_function_are_errors(file):
     absent.close()
 
 
+@pytest.mark.slow
 def test_the_processes_work_side_by_side_and_end_with_the_pool(file):
     pool = one_by_one(f"{file}:process", 3)
     processes = {int(value) for value in call(pool, ["x"] * 60).values}

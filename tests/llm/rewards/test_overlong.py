@@ -55,6 +55,7 @@ def problem(**fields):
     return build_problem(RunConfig(task=ArithmeticConfig(), **fields))
 
 
+@pytest.mark.slow
 def test_a_config_adds_it_where_it_is_asked_for():
     def names(**fields) -> list[str]:
         return [reward.name for reward in problem(**fields).grader.rewards]

@@ -58,6 +58,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(NUMBERS, NUMBERS)
 @example("1,234", "1234")
 @example("0.5", "1/2")

@@ -130,6 +130,7 @@ def test_a_deadline_begins_with_its_own_call(pool):
     assert reward.call(completions("0"), 0, 5.0).values == [0.0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ["die", "raise", "stop"])
 def test_a_fault_fails_its_own_call_only(pool, fault):
     reward = pool("seconds", 2)
@@ -170,6 +171,7 @@ def test_a_stopped_process_is_ended_by_close(pool):
 # ---- the grader ----
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["seconds", "logged"])
 def test_started_calls_give_what_grade_alone_gives(grader, name):
     texts = [("0", "0.01"), ("0.02", "0.003"), ("0.1", "0")]
@@ -200,6 +202,7 @@ def test_calls_run_while_the_sampler_works(grader):
     assert all(rollout.reward is not None for one in groups for rollout in one.rollouts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_groups_that_were_not_started_are_shared_out(grader, count):
     """Each part is one call, in a process of its own."""
@@ -210,7 +213,7 @@ def test_groups_that_were_not_started_are_shared_out(grader, count):
     assert processes == sorted(processes, key=processes.index)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("is_started", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_failing_group_alone_has_no_rewards(grader, is_started, workers):

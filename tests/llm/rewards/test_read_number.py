@@ -109,6 +109,7 @@ def test_read_number(text, number):
     assert (read and read.value) == number
 
 
+@pytest.mark.slow
 @given(st.integers(-(10**18), 10**18), st.text("abc .:;\n", max_size=5), st.sampled_from(["{}", "{:,}", "+{}"]))
 def test_any_integer_is_read_from_any_sentence(number, words, style):
     if style == "+{}" and number < 0:

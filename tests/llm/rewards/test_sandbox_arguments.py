@@ -113,6 +113,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("as_root", [True, False])
 def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_written(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as_root: bool

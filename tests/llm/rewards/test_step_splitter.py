@@ -365,6 +365,7 @@ def test_a_text_that_a_boundary_function_fails_on_is_a_failed_rollout(grader):
     assert [rollout.reward for rollout in group.rollouts] == [3, None, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -124,6 +124,7 @@ def test_mistakes_of_encoding_name_the_row():
         encode(chat_of("smollm"), {"messages": [QUESTION, ANSWER, ANSWER]})
 
 
+@pytest.mark.slow
 def test_rows_of_a_function(tmp_path):
     file = tmp_path / "data.py"
     file.write_text(

@@ -46,7 +46,7 @@ def trainer_of(module, microbatch_tokens=4096):
     return SupervisedTrainer(policy, MasterAdamW(module, 1e-3), schedules.constant(1e-3))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", [*SHARED, *PLAIN])
 def test_loss_and_gradient_are_those_of_transformers(kind):
     module = tiny_model(kind)
@@ -76,6 +76,7 @@ def test_a_prompt_and_a_reply_have_no_influence_on_the_loss_but_as_context():
     assert mean_loss(policy, [batch_of([other])]) != mean_loss(policy, [batch_of([CONVERSATION])])
 
 
+@pytest.mark.slow
 def test_training_learns_the_examples():
     module = tiny_model()
     trainer = trainer_of(module)

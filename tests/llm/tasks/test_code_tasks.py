@@ -90,6 +90,7 @@ def test_two_ways_to_the_same_function_are_one_program() -> None:
     assert _behaviour(named(("{x} + {n}", 3))) != _behaviour(named(("{x} + {n}", 4)))
 
 
+@pytest.mark.slow
 def test_all_single_operations_differ_on_the_fixed_arguments() -> None:
     """Else two functions would always be on the same side, and the cases could not tell them apart."""
     found: dict[tuple[str, object], str] = {}

@@ -25,6 +25,7 @@ def test_draws_depend_on_their_arguments_alone_and_never_meet_held_out_problems(
     assert not held_out & {json.dumps(start.columns) for step in range(20) for start in task.draw(0, step, 10)}
 
 
+@pytest.mark.slow
 def test_a_maze_that_cannot_be_left_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set task\.moves to twice the size"):
         MazeTask(size=8, moves=5)

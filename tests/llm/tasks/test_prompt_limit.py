@@ -182,6 +182,7 @@ def test_held_out_prompts_of_a_task_are_refused_or_left_out():
         limit(drop=True).taken(starts[1:2], notes.append)
 
 
+@pytest.mark.slow
 def test_a_run_from_python_goes_on_after_a_prompt_that_is_too_long(tmp_path, model):
     asked = RunConfig(
         model=model, steps=4, threads=1, precision="fp32", run_dir=str(tmp_path / "run"),

@@ -24,6 +24,8 @@ from covey.llm.rewards.reward_process import RewardProcess
 from covey.llm.tasks import ReasoningGym, reasoning_gym
 from covey.llm.tasks.reasoning_gym import PROCESS
 
+pytestmark = pytest.mark.slow  # the package takes many seconds to import
+
 # Their scorers evaluate the answer's text.
 EVALUATING = [
     *("countdown", "string_insertion", "polynomial_multiplication", "n_queens"),
@@ -149,7 +151,6 @@ def test_an_expensive_expression_costs_neither_the_run_nor_memory(grader: Reward
     assert score(grader, start, "9**9**9", "9**(9**9)", "((9**999)**999)**999", "9" * 3000) == [0.0] * 4
 
 
-@pytest.mark.slow
 def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: RewardGrader) -> None:
     """These compare tuples, which JSON makes lists."""
     for dataset in ("rearc", "arc_agi", "graph_color"):
@@ -160,7 +161,6 @@ def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: Rew
             assert score(grader, start, "none") == [0.0]
 
 
-@pytest.mark.slow
 def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """This data set iterates over sets of strings."""
     monkeypatch.setattr(reasoning_gym, "RewardProcess", RewardProcess)  # one for each task
@@ -171,7 +171,6 @@ def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.M
     assert draws[0] == draws[1]
 
 
-@pytest.mark.slow
 def test_every_data_set_gives_problems_whose_answers_score_as_in_the_package(grader: RewardGrader) -> None:
     from reasoning_gym.factory import DATASETS
 

@@ -53,6 +53,7 @@ def test_prompt_is_one_user_message_with_a_gold_answer(task):
         assert isinstance(start.columns["answer"], str)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @given(seed=st.integers(0, 2**63), step=st.integers(1, 10**6), count=st.integers(1, 12))
 @settings(max_examples=25)
@@ -74,7 +75,7 @@ def test_draws_differ_between_seeds_steps_and_places(task):
     assert all(len(set(draw)) > 15 for draw in draws)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_training_never_sees_a_held_out_problem(task):
     held_out = {question(start) for start in task.held_out(300)}
     assert len(held_out) == 300  # no repeats
@@ -82,6 +83,7 @@ def test_training_never_sees_a_held_out_problem(task):
     assert not held_out & trained
 
 
+@pytest.mark.sampled(4)
 def test_held_out_is_fixed_and_a_longer_one_begins_like_a_shorter_one(task):
     again = type(task)(**vars(task.config))
     assert task.held_out(50)[:20] == again.held_out(20)
@@ -126,6 +128,7 @@ def test_script_users_and_configs_get_the_same_task():
 # ---- arithmetic ----
 
 
+@pytest.mark.slow
 def test_arithmetic_answers_are_right():
     task = GENERATED["arithmetic_mixed"]
     for start in task.draw(0, 1, 500) + task.held_out(200):
@@ -489,6 +492,7 @@ def test_drawing_numbers_again_leaves_the_operators_evenly_spread():
     assert 430 < sum(" - " in question for question in questions) < 570
 
 
+@pytest.mark.slow
 def test_an_expression_that_is_always_negative_is_an_error():
     with pytest.raises(ConfigError, match="negative = true"):
         Arithmetic(digits=(1,), operators=("-",), terms=(30,)).draw(0, 1, 1)
@@ -523,6 +527,7 @@ def test_kinds_of_arithmetic(numbers, operator, kind):
     assert problem_kind([*numbers, 3], [operator, "+"]) == kind.partition(",")[0] + " + 1-digit"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "task", [Arithmetic(negative=False), WordProblems(), RunningTotal(), Countdown()], ids=lambda task: task.name
 )

@@ -111,6 +111,7 @@ def test_the_config_may_lack_any_field():
         assert diagnose(SICK, config)
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_is_bounded():
     """Steps of a long run make as many calls as those of a short one."""
 

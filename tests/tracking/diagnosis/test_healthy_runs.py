@@ -43,6 +43,7 @@ def test_a_recorded_run_trains_again(tmp_path):
     assert metrics[0]["score/mean"] == pytest.approx(recorded.metrics[0]["score/mean"], abs=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("table", [checks_table, alarms_table, runs_table], ids=lambda table: table.__name__)
 def test_the_page_has_the_table(table):
     """`PYTHONPATH=tests python -m helpers.diagnosis_records FOLDER` prints the tables of docs/healthy.md."""

@@ -158,6 +158,7 @@ def test_results_by_kind_of_problem(tmp_path: Path) -> None:
     assert "... 2 more kinds" in words(reader)
 
 
+@pytest.mark.slow
 def test_a_run_without_kinds_has_no_results_by_kind(tmp_path: Path) -> None:
     one = with_kinds(language_run(tmp_path / "one"), {"borrow": (0.0, 1.0)})
     for run in (language_run(tmp_path / "run"), one, control_run(tmp_path / "agent")):
@@ -204,6 +205,7 @@ def test_a_run_of_an_agent(tmp_path: Path) -> None:
     assert page.count("<svg") >= 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("state", ["stopped", "crashed", "running"])
 def test_a_run_without_an_end(state: str, tmp_path: Path) -> None:
     answers = [answer(step, problem, float(step > 0)) for step in (0, 2) for problem in range(6)]
@@ -234,6 +236,7 @@ def test_a_run_that_has_just_begun_and_one_that_is_damaged(tmp_path: Path) -> No
         assert "No rollouts are recorded." in shown or "cannot be read" in shown
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared(tmp_path: Path) -> None:
     runs = [language_run(tmp_path / "first"), language_run(tmp_path / "second", steps=9)]
     runs.append(language_run(tmp_path / "other" / "first", state="stopped"))
@@ -262,6 +265,7 @@ def test_the_trainings_of_a_reward_model(tmp_path: Path) -> None:
     assert "1 2 0.500 0.750 2 x - -" in words(report(tmp_path, run)[1])
 
 
+@pytest.mark.slow
 def test_hostile_content_is_text(tmp_path: Path) -> None:
     """In completions, prompts, roles, data, rewards, names of runs, config, versions, the recipe and the title."""
     name = re.sub(r"[/\x00\ud800]", "", HOSTILE)[:120]

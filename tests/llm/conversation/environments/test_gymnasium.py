@@ -113,6 +113,7 @@ def test_what_cannot_be_played_is_refused_in_one_line(options: dict[str, object]
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_conversations_have_their_own_episodes_in_processes() -> None:
     processes = EnvironmentProcesses(CLASS, 30.0, 1000, LAKE)
     one, other = processes.open(0), processes.open(0)

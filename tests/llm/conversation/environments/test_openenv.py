@@ -86,6 +86,7 @@ def wait_for_the_end_of_sessions(server: CounterServer) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_sessions_end_with_their_conversations_in_whatever_way(server: CounterServer) -> None:
     processes = EnvironmentProcesses(CLASS, 30.0, 100, {"url": server.url})
     wait_for_the_end_of_sessions(server)  # of other tests
@@ -128,6 +129,7 @@ def test_a_fault_of_the_server_is_named_in_one_line(server: CounterServer, fault
     assert len(str(failed.value)) < 600
 
 
+@pytest.mark.slow
 def test_a_slow_server_and_one_without_sessions_fail_the_conversation(
     server: CounterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def private_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[CounterServer]:
     found.close()
 
 
+@pytest.mark.slow
 def test_the_access_token_is_sent_to_a_private_server_by_every_process(private_server: CounterServer) -> None:
     options = {"url": private_server.url, "token_variable": "RIGHT"}
     OpenEnv.prepare(**options)
