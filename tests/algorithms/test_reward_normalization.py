@@ -87,6 +87,7 @@ def test_a_reward_without_a_value_is_left_out_for_its_rollout():
     assert found == pytest.approx([math.sqrt(2), -math.sqrt(2), 0, 0], abs=1e-5)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.lists(st.tuples(*[st.one_of(st.none(), st.integers(-3, 3))] * 3, st.booleans()), min_size=1, max_size=5),

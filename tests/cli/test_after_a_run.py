@@ -38,6 +38,7 @@ def there(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "step"), [("runs/tiny-001", 2), ("runs/tiny-001@1", 1), ("model", 0)])
 def test_the_answers_of_an_evaluation_have_the_step_of_their_weights(model: str, step: int) -> None:
     words = ["eval", model, "--problems", "2", "--max-new-tokens", "2", "--output", f"{step}.jsonl"]
@@ -95,6 +96,7 @@ def test_equal_scores_have_no_interval() -> None:
     assert RETURN.write_interval(RETURN.estimate([1.0, 2.0, 3.0])) == "2.00 (-0.48 to 4.48)"
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_notebook_is_one_line() -> None:
     cell = "import covey; from covey.config.validate import validate; validate(covey.RunConfig(steps=0))"
     shell = f"from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell({cell!r})"

@@ -156,6 +156,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [["train", "cart.toml"], ["compare", "cart.toml"]])
 def test_a_mistake_is_one_line_without_torch_or_gymnasium(words: list[str], tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def renamed(value: Any, name: str) -> Any:
     return name if isinstance(value, str) else value
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_names_of_a_run_are_shown_as_they_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,7 @@ def test_a_failed_run_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "2" / "output.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_mistake_concerns_all_runs_and_stops_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="x, seed 0: Box2D is not installed"):
         side_by_side(recorded_runs.mistake, 1).run(make_jobs(tmp_path, 3))

@@ -107,6 +107,7 @@ def test_options_that_are_nested_too_deeply_are_one_line(option: str) -> None:
         assert len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 def test_more_tokens_than_the_model_has_positions_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "model")
     (model / "model.safetensors").unlink()

@@ -57,6 +57,7 @@ ENCODINGS: dict[str, Encoding] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("token", TOKENS)
 def test_no_form_of_a_token_is_left_in_a_text(token: str, encoding: str) -> None:

@@ -179,6 +179,7 @@ def test_the_policy_that_sampled_is_the_one_that_learns() -> None:
     np.testing.assert_allclose(policy.normaliser.var_D, everything_ND.var(axis=0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["CartPole-v1", toy_envs.TARGET, toy_envs.NOISY])
 def test_episodes_that_were_going_on_are_brought_back(name: str) -> None:
     """What was saved after some steps goes on in a fresh sampler as in the one that was never stopped."""

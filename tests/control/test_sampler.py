@@ -61,6 +61,7 @@ def test_four_rollouts_are_two_and_two_more(name: str) -> None:
     assert_same(sampler.sample(starts[1:], 2, 1, 2), [Group(group.start, group.rollouts[2:]) for group in whole[1:]])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_copies_than_rollouts_play_the_same_rollouts(name: str) -> None:
     whole = sample(toy_envs.made(name, STARTS * SIZE))

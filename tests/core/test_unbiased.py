@@ -159,6 +159,7 @@ def test_k2_and_the_exact_kl_in_the_loss_pull_as_the_kl_of_decisions_does(kl_gra
     equal(kl_gradients[name, "loss"], enumeration.kl_gradient(ListedPolicy(), ListedPolicy(seed=1), whole=False))
 
 
+@pytest.mark.slow
 def test_nemo_rl_2506_k1_in_the_loss_does_not_pull(kl_gradients):
     assert float(kl_gradients["k1", "loss"].abs().max()) < 1e-14
 

@@ -197,6 +197,7 @@ def test_grpo_with_any_kl_runs(estimator: str, tmp_path: Path) -> None:
     assert metrics[0]["kl"] < 1e-10 < metrics[-1]["kl"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["Pendulum-v1", toy_envs.TARGET])
 @pytest.mark.parametrize("estimator", [None, "k3"])
 def test_continuous_actions_with_a_kl_run(name: str, estimator: str | None, tmp_path: Path) -> None:
@@ -287,6 +288,7 @@ class EndsWhereItIsProbed(toy_envs.Endless):
         return observation, reward, self.ends, truncated, info
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["episodes", "fragments"])
 def test_an_episode_without_an_end_is_told(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_buffer, "LONGEST_WAIT", 200)

@@ -104,6 +104,7 @@ def test_a_line_that_is_too_long_with_the_observation_is_named_before_the_model_
     assert any("1 line dropped as too long for the model" in note for note in world.notes)
 
 
+@pytest.mark.slow
 def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path) -> None:
     """`covey sft` and `covey train` describe the same tools, for a prompt that is a text and for messages."""
     tiny_folder(tmp_path / "tiny")
@@ -134,6 +135,7 @@ def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path
         validate_sft(replace(config, conversation=ConversationConfig("dic")))
 
 
+@pytest.mark.slow
 def test_the_prompt_that_the_model_reads_is_shown_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In check, the first rollout of a group, show and the page; a text that a template has rendered is told."""
     monkeypatch.chdir(tmp_path)

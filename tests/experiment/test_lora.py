@@ -83,6 +83,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_alone(trained: Path) -> None:
     masters = CheckpointFolder(trained / "checkpoints").tensors(3, "optimizer/masters")
     assert len(masters) == FACTORS

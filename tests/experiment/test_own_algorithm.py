@@ -63,6 +63,7 @@ def measured(config: RunConfig | ControlConfig, algorithm: Algorithm | None = No
     return repeating(result.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_control", [True, False])
 def test_the_parts_of_an_algorithm_take_the_place_of_the_config_s(
     is_control: bool, language: tuple[RunConfig, dict[str, Any]]
@@ -96,12 +97,14 @@ def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return Path("a run")
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_its_algorithm(begun: Path) -> None:
     """And continues as if it had not been stopped."""
     assert covey.resume(begun, algorithm=MINE)
     assert repeating(begun) == measured(CONTROL, MINE)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_algorithm(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(begun)]) == 2
     assert "was started from Python with algorithm=" in capsys.readouterr().err
@@ -116,6 +119,7 @@ def test_a_run_is_not_resumed_with_another_algorithm(begun: Path, capsys: pytest
         covey.resume("plain", algorithm=MINE)
 
 
+@pytest.mark.slow
 def test_the_arguments_that_a_resumed_run_needs_are_named(language: tuple[RunConfig, dict[str, Any]]) -> None:
     config, given = language
     covey.run(replace(config, run_dir="a run"), **given)

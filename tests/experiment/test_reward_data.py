@@ -83,6 +83,7 @@ def test_grades_and_pairs_of_the_same_completions(folder: Path) -> None:
         assert code == 0, said
 
 
+@pytest.mark.slow
 def test_no_prompt_with_a_right_and_a_wrong_completion(folder: Path) -> None:
     (folder / "pairs.jsonl").unlink(missing_ok=True)
     code, said, _ = label(folder, "pairs", "wrong.toml")
@@ -91,6 +92,7 @@ def test_no_prompt_with_a_right_and_a_wrong_completion(folder: Path) -> None:
     assert "write --data grades" in said
 
 
+@pytest.mark.slow
 def test_a_boundary_needs_no_step_reward(folder: Path) -> None:
     """Steps are labelled, not paid, so the recipe that a training refuses is no mistake here."""
     (folder / "ends.py").write_text("def thirds(text):\n    return list(range(3, len(text), 3))\n")

@@ -179,6 +179,7 @@ def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
     assert "resuming after step 2" in said
 
 
+@pytest.mark.slow
 def test_examples_with_held_out_prompts_are_dropped_if_the_user_says_so(place: Path) -> None:
     records = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     held_out = [record for record in records if record["prompt"] == records[0]["prompt"]]
@@ -191,7 +192,7 @@ def test_examples_with_held_out_prompts_are_dropped_if_the_user_says_so(place: P
     assert f"{count} left out of training because their prompts are held out" in said
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

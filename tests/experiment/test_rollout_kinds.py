@@ -63,7 +63,7 @@ def test_the_tables_have_the_names_of_the_fields() -> None:
     assert len(ALLOWED) == 7 * (4 + 3) + 2 + 2
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("kind", "credit", "algorithm"), ALLOWED)
 def test_an_allowed_combination_trains(kind: str, credit: str, algorithm: str, tmp_path: Path) -> None:
     parts = toy_envs.train_quietly(toy_envs.read(tables(kind, credit, algorithm)), tmp_path / "run")

@@ -61,6 +61,7 @@ def whole(place: Path) -> tuple[Path, str]:
     return place / "runs" / "sums_sft-001", said
 
 
+@pytest.mark.slow
 def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_from(whole, place):
     run_dir, said = whole
     metrics = metrics_of(run_dir)

@@ -215,6 +215,7 @@ def test_observers_get_what_is_in_the_files(folder: Path, whole: Path) -> None:
             assert line["tokens"] == vars(credit.tokens)
 
 
+@pytest.mark.slow
 def test_the_token_table_is_that_of_the_completion(whole: Path) -> None:
     from covey.llm.model.loading import find_chat
 

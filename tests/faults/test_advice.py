@@ -223,6 +223,7 @@ def by_prompt(completions: list[Any], answer: list[str], **columns: Any) -> list
     return [float(one) for one in answer]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reward", [nothing, by_prompt])
 def test_two_steps_without_a_signal_are_a_finding_whose_remedy_is_advised(
     reward: Callable[..., list[float]], home: Path, capsys: pytest.CaptureFixture[str]
@@ -238,6 +239,7 @@ def test_two_steps_without_a_signal_are_a_finding_whose_remedy_is_advised(
     assert last.endswith(f"Next: t{found['remedy'][1:]}")
 
 
+@pytest.mark.slow
 def test_early_stopping_is_followed_by_no_advice_for_more_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(
         python_run(home), steps=9, update=UpdateConfig(learning_rate=1e-12),

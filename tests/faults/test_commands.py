@@ -37,6 +37,7 @@ def trained(folder: Path) -> tuple[Path, str]:
     return folder / "runs" / "tiny-001", output
 
 
+@pytest.mark.slow
 def test_a_run_folder_holds_all_that_was_promised(trained):
     run_dir, _ = trained
     names = {path.name for path in run_dir.iterdir()}

@@ -125,6 +125,7 @@ def test_a_run_with_replay_records_every_rollout_once(whole):
         assert sum(record["decisions"] for record in rollouts) == line["decisions/sampled"]
 
 
+@pytest.mark.slow
 def test_an_adaptive_run_follows_its_budget(whole):
     metrics = reproducible_metrics(whole["adaptive"])
     assert max(line["groups/size_max"] for line in metrics) > 12

@@ -155,6 +155,7 @@ def test_a_function_of_sft_sees_pythons_modules(hostile: Path, monkeypatch: pyte
     assert not imported(hostile)
 
 
+@pytest.mark.slow
 def test_python_m_covey_forgets_the_folder(hostile: Path) -> None:
     """But for the modules that Python itself imports before any code of covey."""
     for module in hostile.glob("*.py"):

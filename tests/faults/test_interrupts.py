@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [moment if moment == "the first step" else pytest.param(moment, marks=pytest.mark.slow) for moment in MOMENTS],

@@ -38,6 +38,7 @@ def check(forks: Forks, inputs: Sequence[Input], folder: Path) -> None:
     assert not wrong, f"{len(wrong)} of {len(inputs)}"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("table", [tables.data, tables.reward_files])
 def test_mistakes_in_data_and_reward_files_are_told_before_torch_is_loaded(table, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_config_is_refused_with_the_first_difference(
     change: tuple[str, str], run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -195,6 +195,7 @@ def own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data.jsonl", "held_out.jsonl", "rewards.py"])
 def test_a_changed_file_is_refused(name: str, own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, run_dir = own_files / name, own_files / "run"

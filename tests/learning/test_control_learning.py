@@ -97,6 +97,7 @@ def test_the_pole_stays_up(name: str, tmp_path: Path) -> None:
     assert learnt(CARTPOLE[name], "CartPole-v1", tmp_path / "run", "CartPole-v1") > 120
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", slow_unless(QUICK, CARTPOLE))
 def test_the_pole_falls_where_that_is_paid_for(name: str, tmp_path: Path) -> None:

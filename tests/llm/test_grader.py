@@ -137,7 +137,7 @@ def test_a_binary_reward_that_gives_partial_credit_has_failed():
         own([1.0], binary=True, per_step=True)
     for fields, said in (
         ({"name": "numeric", "binary": True}, "which is for functions of your own"),
-        ({"function": "os:getpid", "binary": True, "per_step": True}, "take binary out"),
+        ({"function": f"{__file__}:own", "binary": True, "per_step": True}, "take binary out"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_reward(RewardConfig(**fields), "[[rewards]] number 1")

@@ -28,6 +28,7 @@ def test_new_folders_are_the_users_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("umask", "then"), [(0o000, 0o022), (0o020, 0o022), (0o002, 0o002), (0o077, 0o077)])
 def test_what_a_command_creates_is_not_for_everybody_to_write(umask: int, then: int) -> None:
     """Also what other libraries create; a group may share its runs."""

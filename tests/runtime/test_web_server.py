@@ -90,6 +90,7 @@ def test_requests_beyond_the_most_connections_are_told_so() -> None:
         assert client.get("/").status == 503
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "sent",
     [b"", b"GET / HT", HEAD, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123",
@@ -168,6 +169,7 @@ def test_requests_that_two_programs_may_read_differently_are_refused(headers: by
         assert client.get("/" + "x" * 5000).status == 414
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "TRACE"])
 @pytest.mark.parametrize(
     "given",

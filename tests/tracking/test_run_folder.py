@@ -150,6 +150,7 @@ def test_run_folders_are_numbered(tmp_path: Path) -> None:
     assert next_run_dir("grpo", tmp_path) == tmp_path / "grpo-010"
 
 
+@pytest.mark.slow
 def test_of_many_that_start_at_once_each_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     def claim() -> None:
         os.read(gate[0], 1)

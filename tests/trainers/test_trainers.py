@@ -201,6 +201,7 @@ def test_training_step_is_the_loss_of_what_was_sampled():
     assert metrics["kl"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"kl_beta": 0.0, "epochs": 2, "minibatches": 2}])
 def test_a_rule_based_reward_rises(options):

@@ -170,6 +170,7 @@ def test_a_group_with_the_keys_of_today_and_of_an_older_run(client: Client, fold
     assert (old["failed"], old["truncated"], old["version"]) == (True, True, 0)
 
 
+@pytest.mark.slow
 def test_a_conversation(client: Client, folder: Path) -> None:
     given = conversation(said=HOSTILE, argument=HOSTILE) | {"failure": "its environment failed: x"}
     run = folder / "runs" / "turns"
@@ -305,6 +306,7 @@ def test_events_of_a_run_that_appears_grows_is_taken_back_and_goes(client: Clien
         listener.close()
 
 
+@pytest.mark.slow
 def test_short_names_are_unique() -> None:
     folders = [Path("/a/runs/x"), Path("/b/runs/x"), Path("/b/runs/y")]
     assert short_names(folders) == ["a/runs/x", "b/runs/x", "y"]

@@ -28,6 +28,7 @@ def address_of(running: object) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_ends_quietly_while_a_page_listens(tmp_path: Path, number: signal.Signals) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -81,6 +81,7 @@ def test_an_environment_that_ignores_its_seed_is_named(kind, said, register):
     assert bool(notes) == bool(said)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("low", "high", "named"),
     [(0, 1000, True), (-0.01, 0.01, True), (90, 100, True), (-1, 1, False), (0, 1, False), (-np.inf, np.inf, False)],

@@ -92,6 +92,7 @@ def test_a_fault_names_environment_episode_and_step(fault, kind, register):
     assert "\n" not in line
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("fault", [name for name in FAULTS if "observed" in name or name.startswith("raises")])
 def test_a_reset_is_checked_too(fault, register):

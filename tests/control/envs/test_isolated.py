@@ -98,6 +98,7 @@ class Mortal(Faulty):
         return observation, float(action), terminated, truncated, info
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*It was started again:UserWarning")
 @pytest.mark.parametrize(
     "tables",
@@ -184,6 +185,7 @@ def test_an_environment_that_dies_while_it_is_made_is_refused(register):
         check_environment(register(Crash))
 
 
+@pytest.mark.slow
 def test_the_process_of_an_environment_ends_with_it(register):
     environments = make_environments(register(Faulty), 2)
     process = environments._vector._process._number

@@ -92,6 +92,7 @@ def test_stop_strings_that_cannot_be_used_are_refused(stop: tuple[str, ...], mes
         validate(RunConfig(task=ArithmeticConfig(), sampling=SamplingConfig(stop=stop)))
 
 
+@pytest.mark.slow
 def test_a_run_and_samples_use_the_table(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path)
     chat = ChatConfig(system_prompt="Be brief.")

@@ -237,6 +237,7 @@ def test_joined_weights_are_those_of_each_layer_and_a_single_frozen_one_is_not_c
     assert joined_weights(head).data_ptr() == head.weight.data_ptr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_the_reference_is_the_model_without_its_adapter(kind: str) -> None:
     policy, _ = adapted(kind)
@@ -394,6 +395,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(adapter, tmp_path)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 @pytest.mark.parametrize(
     ("kind", "refused", "named"),

@@ -43,7 +43,7 @@ show_rollouts_every = 0
 name = "arithmetic"
 digits = [1]
 [[rewards]]
-name = "digits"
+function = {reward}
 [sampling]
 prompts_per_step = 2
 group_size = 2
@@ -56,8 +56,12 @@ every = 1
 
 
 def write_recipe(folder: Path, model: str, steps: int = 1) -> str:
+    reward = folder / "rewards.py"
+    reward.write_text(
+        "def letters(completions, **columns):\n    return [float(len(c[0]['content'])) for c in completions]\n"
+    )
     file = folder / "tiny.toml"
-    file.write_text(RECIPE.format(model=json.dumps(model), steps=steps))
+    file.write_text(RECIPE.format(model=json.dumps(model), steps=steps, reward=json.dumps(f"{reward}:letters")))
     return str(file)
 
 
@@ -136,6 +140,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 COMMANDS = ["check", "plan", "eval", "sample", "train", "resume"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(39)
 @pytest.mark.parametrize(("source", "command"), list(itertools.product(SOURCES, COMMANDS)))
 def test_every_source_in_every_command(command, source, places, tmp_path, capsys, monkeypatch):

@@ -139,6 +139,7 @@ def test_another_source_compiler_flag_or_processor_means_another_library(changed
     assert build._fingerprint(compiler, flags) != before
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("what", ["library", "checksum", "folder"])
 @pytest.mark.parametrize("how", ["group", "others", "link", "owner"])
 def test_a_library_that_somebody_else_may_have_written_is_not_loaded(what, how, filled, monkeypatch, caplog, tmp_path):

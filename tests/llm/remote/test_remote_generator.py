@@ -260,6 +260,7 @@ FAULTS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_server_changes_no_bit_and_no_group_is_generated_twice(

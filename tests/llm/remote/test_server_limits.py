@@ -83,6 +83,7 @@ def answer_of(app: Any, route: str, body: Any) -> tuple[int, int]:
     return statuses[0], read[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_without_a_traceback_while_requests_are_open(tmp_path: Path, number: signal.Signals) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:

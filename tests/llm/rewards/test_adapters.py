@@ -212,6 +212,7 @@ def test_coroutines_fail_as_other_functions(build) -> None:
         build("raises").grade([group("a")])
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_hangs_is_given_up_at_its_deadline(file: Path) -> None:
     one = build_grader([RewardConfig(function=f"{file}:hangs", timeout_seconds=1.0)], ())
     groups = [group("a", "b"), group("a", "b"), group("a", "b"), group("a", "b"), group("hang", "a"), group("a", "b")]

@@ -229,6 +229,7 @@ def test_a_process_that_ended_is_started_again_for_the_next_case() -> None:
     assert Judge(any_backend(), LIMITS).judge(program, DOUBLE).passed == 2
 
 
+@pytest.mark.slow
 def test_no_case_is_run_after_one_that_took_too_long() -> None:
     program = "import time\ndef solve(x):\n    if x == -1: time.sleep(100)\n    return 2 * x"
     verdict = Judge(any_backend(), replace(LIMITS, seconds=2.0)).judge(program, DOUBLE)
@@ -571,6 +572,7 @@ def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch
 # ---- nothing stays ----
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.04, 0.08, 0.3])
 @pytest.mark.parametrize("name", BACKENDS)
@@ -609,6 +611,7 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
     assert [process for process in started if is_running(process)] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
     runner = CodeRunner(CodeOptions(workers=8))

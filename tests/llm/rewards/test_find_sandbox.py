@@ -112,6 +112,7 @@ def works(request: pytest.FixtureRequest) -> Sandbox:
     return backend(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", ["bubblewrap"], indirect=True)
 def test_programs_that_do_not_work_hide_no_other(
     works: Bubblewrap, place: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -108,7 +108,7 @@ def test_a_program_reaches_nothing_outside(
     assert canary.read_text() == "secret of the host"
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("name", EXHAUSTING)
 def test_a_program_that_takes_too_much_is_ended(name: str, sandbox: Sandbox) -> None:
     began = time.monotonic()

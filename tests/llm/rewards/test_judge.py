@@ -366,6 +366,7 @@ def test_a_fault_costs_its_own_completion_only(build, fault: str) -> None:
     assert "\n" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("act", [drip, lambda asked: time.sleep(5)], ids=["drip", "silent"])
 def test_a_slow_server_is_given_up_at_the_deadline(build, act) -> None:

@@ -68,6 +68,7 @@ def test_every_completion_gets_its_own_result_in_order(file, workers):
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fault", "why"),

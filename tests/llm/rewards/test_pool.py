@@ -190,6 +190,7 @@ def test_started_calls_give_what_grade_alone_gives(grader, name):
     assert sorted(logs[0]) == sorted(logs[1])
 
 
+@pytest.mark.slow
 def test_calls_run_while_the_sampler_works(grader):
     judged, groups = grader("seconds", "process", workers=2), [group("0.3", "0.3", index=index) for index in range(4)]
     judged.check([Start(0, "p")])  # starts the processes

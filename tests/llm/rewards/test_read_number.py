@@ -120,6 +120,7 @@ def test_any_integer_is_read_from_any_sentence(number, words, style):
     assert read_number(f"\\boxed{{{written}}} {words} 9").value == number
 
 
+@pytest.mark.slow
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9))
 def test_decimals_are_read_exactly(number):
     assert read_number(f"so it is {number:f}!").value == Fraction(number)

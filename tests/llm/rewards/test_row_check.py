@@ -62,6 +62,7 @@ def test_every_built_in_reward_that_reads_the_data_checks_it() -> None:
     assert set(BUILT_IN_REWARDS) == set(GOOD) | others
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "column", "value", "reason"), BAD)
 def test_one_unusable_answer_among_many_is_found_with_its_line(
     name: str, column: str, value: Any, reason: str, tmp_path: Path
@@ -128,6 +129,7 @@ def test_a_function_is_tried_on_a_row_of_every_kind(tmp_path: Path) -> None:
             build_problem(config(data(tmp_path, rows)), rewards=[needs_hint])
 
 
+@pytest.mark.slow
 def test_a_function_in_a_file_and_one_with_another_signature_are_tried_too(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def mine(completions, hint):\n    return [1.0] * len(completions)\n"

@@ -5,10 +5,13 @@ Each raises ValueError with the reason if no completion can be compared with the
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from covey.llm.rewards.final_answer import final_answer
 from covey.llm.rewards.read_number import right_number
+
+_EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 
 
 def check_number(answer: Any) -> None:
@@ -20,7 +23,7 @@ def check_expression(answer: Any) -> None:
     """Refuse an answer of `math` that math-verify cannot parse: an empty one, or one that closes a brace too many."""
     text = _text(answer)
     marked = final_answer(text, unmarked=False)
-    inner, depth = (text if marked is None else marked).strip(" \t\n$"), 0
+    inner, depth = _EMPTY_BOX.sub("", text if marked is None else marked).strip(" \t\n$"), 0
     for character in inner if "}" in inner else "":
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth < 0:

@@ -99,6 +99,7 @@ def test_the_calculator_answers_a_bad_expression(expression: str, message: str) 
     assert calculated(expression).startswith(f"Error: {message}")
 
 
+@pytest.mark.slow
 @given(st.text(st.sampled_from("0123456789+-*/%.(), ^="), max_size=25))
 @example("-" * 199 + "1")
 @settings(max_examples=150)
