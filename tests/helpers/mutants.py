@@ -139,7 +139,8 @@ def import_packages(root: Path, tests: set[str]) -> Path:
     if status:
         sys.exit((root / COMPILED / "log").read_text())
     for name in (root / COMPILED / IMPORTED).read_text().split():
-        if name.partition(".")[0] not in ("covey", "tests", "helpers", "conftest", "__main__"):
+        top = name.partition(".")[0]
+        if top not in ("covey", "tests", "conftest", "__main__") and not (TESTS / top).exists():  # they import covey
             with suppress(ImportError):  # a module that another one makes
                 importlib.import_module(name)
     gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again

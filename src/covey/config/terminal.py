@@ -17,7 +17,7 @@ _COMMAND = re.compile(r"(?<=: )(covey [a-z]|import covey;).*$")
 def say(text: str, file: TextIO | None = None) -> None:
     """Print lines to standard output or `file`, wrapped to its terminal if it is one."""
     stream = sys.stdout if file is None else file
-    print(fitted(text, width_of(stream)), file=stream)
+    stream.write(f"{fitted(text, width_of(stream))}\n")
 
 
 def width_of(stream: TextIO) -> int | None:

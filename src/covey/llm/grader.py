@@ -166,22 +166,22 @@ class RewardGrader:
         example: Callable[[Start], Rollout] | None = None,
         kinds: Sequence[Start] = (),
     ) -> None:
-        """Call the rewards on up to two starts, with the right answer (or "0") as the completion, or with an `example`,
-        then on each of `kinds` alone (`rows_of_every_kind`), for which they may return None.
+        """Call the rewards on each of `kinds` alone (`rows_of_every_kind`), for which they may return None, then on up
+        to two starts, with the right answer (or "0") as the completion, or with an `example`.
 
         Raises:
             ConfigError: if a function cannot be loaded, raises, hangs, or returns something unusable.
         """
-        groups = [Group(start, [(example or right_rollout)(start)]) for start in starts[:2]]
-        values = self._try(groups)
-        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
-            names = ", ".join(repr(reward.name) for reward in self.rewards if not reward.shaping)
-            raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
         for start in kinds:
             try:
                 self._try([Group(start, [(example or right_rollout)(start)])])
             except ConfigError as error:
                 raise ConfigError(f"{start.place}: {error}") from None
+        groups = [Group(start, [(example or right_rollout)(start)]) for start in starts[:2]]
+        values = self._try(groups)
+        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
+            names = ", ".join(repr(reward.name) for reward in self.rewards if not reward.shaping)
+            raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
 
     def _try(self, groups: Sequence[Group]) -> list[list[RewardResult]]:
         """Call the user's rewards once on all groups; errors as of `check`."""
