@@ -210,7 +210,7 @@ class _Server:
                 target = self._own_words(response.headers.get("location", "another address"))
                 raise JudgeError(f"was redirected to {target}, which is not followed: name the final address")
             content = await self._content(response)
-        return self._reply(response, hide(content.decode(errors="replace"), self.token))
+        return self._reply(response, content.decode(errors="replace"))
 
     async def _content(self, response: httpx2.Response) -> bytes:
         """The body of a response, of limited size. A compressed one may be of any size, so it is refused."""
