@@ -16,6 +16,8 @@ import pytest
 
 import helpers
 from covey.config import ConfigError
+from covey.config.builtin_environments import imported_module
+from covey.config.named_modules import search_path
 from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
 from covey.runtime.cache import cache_folder
 from helpers.run_helpers import covey
@@ -94,9 +96,15 @@ def adder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from serve("adder:app", folder)
 
 
+def processes_of(kind: str, options: dict[str, Any]) -> EnvironmentProcesses:
+    name, library = imported_module(kind.rpartition(":")[0].rpartition(".")[2], options)
+    path = search_path(f"{name}:", library=library) if name else ()
+    return EnvironmentProcesses(kind, 60.0, 1000, options, path=path)
+
+
 def played(kind: str, options: dict[str, Any], turns: Sequence[Any], columns: dict[str, Any]) -> list[dict[str, Any]]:
     """The replies to a conversation in a process: of the description, the reset, the turns, the end."""
-    processes = EnvironmentProcesses(kind, 60.0, 1000, options)
+    processes = processes_of(kind, options)
     try:
         session = processes.open(0)
         requests = [{"do": "describe"}, {"do": "reset", "columns": columns}]
@@ -212,7 +220,7 @@ def test_tools_are_called_by_the_package(games: Path) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_refused(games: Path, options: dict[str, Any], message: str) -> None:
-    processes = EnvironmentProcesses(VERIFIERS, 60.0, 1000, options)
+    processes = processes_of(VERIFIERS, options)
     with pytest.raises(ConfigError) as refused:
         processes.start()
     assert message in str(refused.value)

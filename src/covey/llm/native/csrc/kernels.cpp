@@ -114,7 +114,8 @@ static bool scores_are_right() {
 }
 
 // build.py calls this in a process of its own before it keeps a library, and refuses one that crashes or miscalculates.
-extern "C" bool self_test() {
+// An int: ctypes reads one if it is told no type, and the upper bytes of a bool may hold anything.
+extern "C" int self_test() {
     constexpr int COLUMNS = 2 * PAD, ROWS = 16;
     alignas(64) static float x[COLUMNS], weight[COLUMNS], out[COLUMNS], scale;
     std::fill_n(x, COLUMNS, 2.0f);
