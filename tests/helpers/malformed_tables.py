@@ -275,7 +275,7 @@ def data() -> Iterator[Input]:
         "emoji": jsonl([*ROWS, {"prompt": "\U0001f600" * 100, "answer": 1}]).encode(),
         "escaped NUL": jsonl([*ROWS, {"prompt": "a\0b", "answer": "\x1b[31m"}]).encode(),
         "unlike columns": jsonl(
-            [{"prompt": f"{n}", "answer": [None, 1, 1.5, [], {}][n % 5]} for n in range(20)]
+            [{"prompt": f"{n}", "answer": "1", "other": [None, 1, 1.5, [], {}][n % 5]} for n in range(20)]
         ).encode(),
     }.items():
         files = {"recipe.toml": DATASET_RECIPE, "data.jsonl": text}

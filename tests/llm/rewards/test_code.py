@@ -12,6 +12,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -22,7 +23,7 @@ from covey.config.validate_rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
-from covey.llm.rewards import code_judge
+from covey.llm.rewards import code_judge, code_values
 from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_program
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
@@ -187,18 +188,20 @@ def test_a_value_nested_too_deeply_is_refused() -> None:
         encode(object())
 
 
-@pytest.mark.slow
-def test_a_result_with_colliding_keys_is_not_built_in_this_process() -> None:
-    keys = [["int", hex(number * (2**61 - 1))] for number in range(20_000)]
-    began = time.process_time()
+def test_a_result_with_colliding_keys_is_not_built_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode_number(item: Any) -> Any:
+        assert isinstance(item, int) or item[0] in ("int", "float", "complex")
+        return decode(item)
+
+    monkeypatch.setattr(code_values, "decode", decode_number)
+    keys = [["int", hex(number * (2**61 - 1))] for number in range(2_000)]
     assert not matches({"a": 1}, ["dict", *([key, 1] for key in keys)])
     assert not matches({1}, ["set", *keys])
     assert not matches({frozenset({1}): 1}, ["dict", [["frozenset", *keys], 1]])
     assert not matches({frozenset({1})}, ["set", ["frozenset", *keys]])
     assert not matches({(1,): 1}, ["dict", [["tuple", ["dict", *([key, 1] for key in keys)]], 1]])
-    assert not matches(dict.fromkeys(range(20_000)), ["dict", *([key, None] for key in keys)])
-    assert not matches(set(range(20_000)), ["set", *keys])
-    assert time.process_time() - began < 5
+    assert not matches(dict.fromkeys(range(2_000)), ["dict", *([key, None] for key in keys)])
+    assert not matches(set(range(2_000)), ["set", *keys])
 
 
 @pytest.mark.parametrize(
