@@ -34,7 +34,7 @@ class BuiltInReward:
     # module:function that is called before a run for every row of a data set, with the values of the columns of `gold`
     # (names of columns, or of the options that name them), and raises ValueError if they cannot grade a completion.
     check: str = ""
-    gold: tuple[str, ...] = ()
+    gold: tuple[str, ...] = ("answer_column",)
     tasks: tuple[str, ...] = ()  # the only tasks whose answers it grades, besides dataset; empty: any
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
 
@@ -60,20 +60,17 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         binary=True,
         options=("answer_column",),
         check="covey.llm.rewards.gold:check_number",
-        gold=("answer_column",),
     ),
     "digits": BuiltInReward(
         "covey.llm.rewards.digits:digits",
         options=("answer_column",),
         check="covey.llm.rewards.gold:check_number",
-        gold=("answer_column",),
     ),
     "exact": BuiltInReward(
         "covey.llm.rewards.exact:exact",
         binary=True,
         options=("answer_column",),
         check="covey.llm.rewards.gold:check_text",
-        gold=("answer_column",),
     ),
     "math": BuiltInReward(
         "covey.llm.rewards.math:math_equal",
@@ -81,7 +78,6 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         options=("answer_column", "workers"),
         one_by_one=True,
         check="covey.llm.rewards.gold:check_expression",
-        gold=("answer_column",),
         shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
         workers=2,
         memory_mib=2048,
@@ -138,7 +134,6 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         per_step=True,
         options=("answer_column",),
         check="covey.llm.rewards.step_numbers:right_steps",
-        gold=("answer_column",),
         tasks=("running_total",),
     ),
 }

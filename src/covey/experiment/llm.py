@@ -171,7 +171,7 @@ class LLMBuilder:
         except BaseException:
             self._open.close()
             raise
-        self._prompts_checked, self._prompt_notes = False, list[str]()  # whether the lengths of the prompts were
+        self._prompts_checked, self._prompt_notes = False, list[str]()  # checked: their lengths
         found = find_chat(self.config.model)
         if found is not None:
             self._fit_prompts(found[0].with_config(config.chat), found[1], self._prompt_notes.append)
