@@ -31,7 +31,6 @@ from covey.config.model_sources import ARCHITECTURE_FOLDER, CONFIG_FILE, MODEL_F
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_dict, write_config
 from covey.config.sft import SAMPLES, SFT_ALGORITHM
-from covey.config.sft_data import Examples
 from covey.config.validate_sft import is_sampled, validate_sft
 from covey.data import Batch
 from covey.experiment.advice import Launch
@@ -41,6 +40,7 @@ from covey.experiment.llm import Machine, build_machine
 from covey.experiment.problem import rendered_notes
 from covey.experiment.resuming import load_newest
 from covey.experiment.sft_samples import examples_of_run, sampled_examples
+from covey.llm.data.sft_examples import Examples
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers

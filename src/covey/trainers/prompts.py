@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.arrow_file import rows_as_written
-from covey.config.data_file import row_of
 from covey.data import Start, Task
+from covey.llm.data.arrow import rows_as_written
+from covey.llm.data.rows import row_of
 from covey.llm.tasks.dataset import order_of_pass
 
 PROMPT_COLUMNS = ("prompts", "prompt")
