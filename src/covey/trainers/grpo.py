@@ -17,8 +17,7 @@ from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
 from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
-from covey.trainers.prompts import Prompts
-from covey.trainers.trl_names import check_names
+from covey.trainers.prompts import Prompts, check_names
 
 
 class GRPOTrainer(LanguageTrainer):

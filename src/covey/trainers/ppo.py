@@ -38,8 +38,7 @@ from covey.trainers.base import (
     policy_of,
     with_rewards,
 )
-from covey.trainers.prompts import Prompts
-from covey.trainers.trl_names import check_names
+from covey.trainers.prompts import Prompts, check_names
 
 # Experiences always have the log-probabilities of the old policy; `prepare_batch` computes them from 2 steps on.
 SEVERAL_STEPS = 2
