@@ -1,4 +1,5 @@
-"""A small multilayer perceptron in torch for training and in NumPy for acting, with shared parameters.
+"""A small multilayer perceptron in torch for training and in NumPy for acting, with shared parameters;
+running mean and variance of its observations.
 
 Shape legend: N observations, D numbers in one, O outputs, B rollouts, T decisions.
 """

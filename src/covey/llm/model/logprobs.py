@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory.
+"""Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory;
+the exact KL divergence between two output layers in the same way.
 
 Shapes: N decisions, W hidden width, V vocabulary.
 """

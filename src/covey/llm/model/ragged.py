@@ -1,4 +1,4 @@
-"""Conversion between packed tokens and padded rows, with gradients that are deterministic on every device."""
+"""Conversion between packed tokens and padded rows, with deterministic gradients, and the choice of microbatches."""
 
 from __future__ import annotations
 
