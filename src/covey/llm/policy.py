@@ -34,8 +34,8 @@ from covey.llm.model.logprobs import (
 from covey.llm.model.lora import merged_tensors, with_present_adapter
 from covey.llm.model.minimum_length import NO_MINIMUM, MinimumLength
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
+from covey.llm.model.prefix_attention import order_rows, split_rows
 from covey.llm.model.pretrained import save_weights
-from covey.llm.model.ragged import order_rows, split_rows
 from covey.runtime.sharding import WHOLE, Weights
 
 

@@ -24,7 +24,7 @@ from covey.llm.memory.adapter_memory import (
 )
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
-from covey.llm.model.ragged import Row, split_rows
+from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
 
