@@ -27,7 +27,7 @@ from covey.llm.remote.weights import gathered
 from covey.runtime.distributed import ShardedTeam, joined_ranks
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import is_sharded, local
-from covey.train.shards import own_shards
+from covey.train.gather import own_shards
 from helpers.recomputing import batch_of
 from helpers.tiny_models import tiny_model
 

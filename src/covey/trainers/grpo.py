@@ -12,7 +12,7 @@ from covey.core import schedules
 from covey.data import Group, Start
 from covey.functional import GRPOLoss
 from covey.train.collect import FixedSize
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
