@@ -22,6 +22,7 @@ from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.token_file import default_token_file, own_token
 from covey.config.validate import validate
+from helpers import size
 from helpers.pages import (
     EXAMPLES,
     PAGES,
@@ -153,3 +154,7 @@ def test_every_function_that_a_page_links_to_is_defined_there() -> None:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         assert name in defined, f"{page}: {name} is not in {file}"
+
+
+def test_the_picture_of_the_layout_has_the_imports():
+    assert size.picture() in (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
