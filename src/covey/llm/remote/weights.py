@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.tensor import DTensor
 
 from covey.config import MachineError
-from covey.llm.model.adapted_layers import merged_tensors
+from covey.llm.model.lora import merged_tensors
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer, OtherWeights
 from covey.runtime.foreign_json import BadJson, read_json
