@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
-from covey.config.named_modules import is_installed
-
-ENTRY_POINTS = "covey.environments"  # group of the environments of other packages: name in a recipe = module:Class
+from covey.config.named_modules import entry_points_of
 
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "calculator": "covey.llm.conversation.environments.calculator:Calculator",
@@ -23,15 +18,9 @@ BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
 ADAPTERS: dict[str, str] = {"gymnasium": "gymnasium", "openenv": "websockets", "verifiers": "verifiers"}
 
 
-@cache  # the lists of all packages are read
-def installed_environments() -> dict[str, str]:
-    """Name in a recipe -> module:Class, of installed packages; what the working folder claims to be one does not
-    count."""
-    return {
-        point.name: point.value
-        for point in entry_points(group=ENTRY_POINTS)
-        if point.dist is not None and is_installed(Path(str(point.dist.locate_file(""))))
-    }
+def installed_environments() -> Mapping[str, str]:
+    """Name in a recipe -> module:Class, of the environments that other packages have."""
+    return entry_points_of("covey.environments")
 
 
 def class_of(environment: str) -> str:
