@@ -19,8 +19,8 @@ from covey.config import (
     RunConfig,
     SamplingConfig,
 )
-from covey.config.builtin_environments import ENVIRONMENT_PACKAGES
-from covey.config.validate import validate
+from covey.config.conversation import ENVIRONMENT_PACKAGES
+from covey.config.rules import validate
 from helpers import guessing
 
 FILE = str(Path(guessing.__file__))
@@ -43,7 +43,7 @@ def test_what_can_work_is_allowed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"turns": 3}, "conversation.turns is set, but conversation.environment is not"),
+        ({"turns": 3}, "conversation.turns is set, but has no effect while conversation.environment is unset"),
         ({"environment": "calculatr"}, "there is no environment 'calculatr' (did you mean 'calculator'?)"),
         ({"environment": f"{FILE}:Gues"}, "has no class 'Gues' (did you mean 'Guess'?)"),
         ({"environment": "nothing.py:Guess"}, "conversation.environment: "),
@@ -68,11 +68,11 @@ def test_what_cannot_work_is_refused(fields, message):
         ({"evaluation": EvaluationConfig(token_limits=(8, 16))}, "evaluation.token_limits is set"),
         ({"loss": LossConfig(credit="process"), "rewards": (RewardConfig(name="numeric"),)},
          "loss.credit is 'process', but no reward is paid by turn: use an environment with step(message)"),
-        ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "ppo already credits every token"),
+        ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "loss.credit is set, but not used with ppo"),
         ({"process": ProcessConfig(boundary="sentence")}, "process.boundary is set, which conversations"),
         ({"process": ProcessConfig(boundary="line")}, "process.boundary is set, which conversations"),
         ({"conversation": ConversationConfig(), "rewards": (RewardConfig(name="environment"),)},
-         "the reward environment is that of a conversation's environment"),
+         "the reward environment is for conversations"),
         ({"sampling": SamplingConfig(overlong_tokens=513)}, "set it to at most 512"),
     ],
 )  # fmt: skip

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError, Table, config_field
+from covey.config.fields import did_you_mean
+from covey.config.function_source import check_function_name
+from covey.config.named_modules import find_module
 
+BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
+    "calculator": "covey.llm.conversation.environments.calculator:Calculator",
+    "python": "covey.llm.conversation.environments.python:Python",
+    "search": "covey.llm.conversation.environments.search:Search",
+    "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
+    "maze": "covey.llm.conversation.environments.maze:Maze",
+    "gymnasium": "covey.llm.conversation.environments.gymnasium:Gymnasium",
+    "openenv": "covey.llm.conversation.environments.openenv:OpenEnv",
+    "verifiers": "covey.llm.conversation.environments.verifiers:Verifiers",
+}
+# Name in a recipe -> the module that it needs, which an extra of the same name as the environment has.
+ENVIRONMENT_PACKAGES: dict[str, str] = {"openenv": "websockets", "verifiers": "verifiers"}
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
 
 
 @dataclass(frozen=True)
 class ConversationConfig(Table):
+    SWITCH = ("environment",)
+
     environment: str = config_field(
         "",
         "environment that answers the model, so that a rollout has several turns: a built-in one, or your own "
@@ -57,6 +75,50 @@ class ConversationConfig(Table):
         """The name of an environment that a Python program gave; "" for one that a recipe can name."""
         name = self.environment
         return name.removesuffix(GIVEN_IN_PYTHON) if name.endswith(GIVEN_IN_PYTHON) else ""
+
+    @property
+    def assigned_options(self) -> dict[str, Any]:
+        """Name -> value of `options`. Raises ConfigError for an entry that is not a TOML assignment."""
+        example = '"results = 2" or \'folder = "texts"\''
+        return read_assignments(self.options, "conversation.options", example=example, taken=())
+
+    @property
+    def imported_module(self) -> tuple[str, str]:
+        """The module that a built-in environment imports by its option `id`, and the library that it is for."""
+        name = str(self.assigned_options.get("id", ""))
+        if self.environment == "verifiers":
+            return name.replace("-", "_").rpartition("/")[2], self.environment
+        return name.rpartition(":")[0] if self.environment == "gymnasium" else "", self.environment
+
+    def check(self) -> None:
+        if self.environment:
+            module, library = self.imported_module
+            find_module(module, "conversation.options: id", library)
+
+    def check_name(self) -> None:
+        """Refuse an environment that a recipe cannot name, or that does not exist.
+
+        Raises:
+            ConfigError: one line that names the remedy.
+        """
+        if given := self.given_in_python:
+            raise ConfigError(
+                f"the environment {given} of this run was given in Python: call covey.run or covey.resume with "
+                f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
+            )
+        if ":" in self.environment:
+            check_function_name(self.environment, "conversation.environment", "class")
+        elif self.environment not in BUILT_IN_ENVIRONMENTS:
+            names = list(BUILT_IN_ENVIRONMENTS)
+            raise ConfigError(
+                f"conversation.environment: there is no environment {self.environment!r}"
+                f"{did_you_mean(self.environment, names)}; there are {', '.join(names)}, and your own as file.py:Class"
+            )
+        package = ENVIRONMENT_PACKAGES.get(self.environment)
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(
+                f'the environment {self.environment} needs a package: pip install "covey[{self.environment}]"'
+            )
 
 
 @dataclass(frozen=True)

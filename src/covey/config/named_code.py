@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from covey.config.builtin_environments import imported_module
 from covey.config.control import ControlConfig
 from covey.config.files import user_path
 from covey.config.llm import RunConfig
 from covey.config.named_modules import find_module, place_of
-from covey.config.validate_conversation import environment_options
 
 
 def named_code(config: RunConfig | ControlConfig) -> list[str]:
@@ -41,6 +39,6 @@ def _names(config: RunConfig | ControlConfig) -> Iterator[tuple[str, str, str]]:
     conversation = config.conversation
     if ":" in conversation.environment:
         yield "conversation.environment", conversation.environment, "covey"
-    module, library = imported_module(conversation.environment, environment_options(conversation))
+    module, library = conversation.imported_module
     if module:
         yield "conversation.environment", f"{module}:", library

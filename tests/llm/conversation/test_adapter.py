@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem

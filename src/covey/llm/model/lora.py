@@ -23,8 +23,8 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # peft
 from transformers.pytorch_utils import Conv1D
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
+from covey.config.lora import ADAPTER_WEIGHTS_FILE
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
 from covey.llm.model.base_identity import BASE_FILE, BaseIdentity, check_base, save_base
