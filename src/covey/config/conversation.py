@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError, Table, config_field
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
-from covey.config.named_modules import find_module
+from covey.config.named_modules import find_module, is_installed
+
+ENTRY_POINTS = "covey.environments"  # group of the environments of other packages: name in a recipe = module:Class
 
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "calculator": "covey.llm.conversation.environments.calculator:Calculator",
@@ -19,13 +23,21 @@ BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "search": "covey.llm.conversation.environments.search:Search",
     "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
     "maze": "covey.llm.conversation.environments.maze:Maze",
-    "gymnasium": "covey.llm.conversation.environments.gymnasium:Gymnasium",
-    "openenv": "covey.llm.conversation.environments.openenv:OpenEnv",
-    "verifiers": "covey.llm.conversation.environments.verifiers:Verifiers",
 }
-# Name in a recipe -> the module that it needs, which an extra of the same name as the environment has.
-ENVIRONMENT_PACKAGES: dict[str, str] = {"openenv": "websockets", "verifiers": "verifiers"}
+# Those of covey-environments: name in a recipe -> the module that it imports; an extra of the same name has both.
+ADAPTERS: dict[str, str] = {"gymnasium": "gymnasium", "openenv": "websockets", "verifiers": "verifiers"}
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
+
+
+@cache  # the lists of all packages are read
+def installed_environments() -> dict[str, str]:
+    """Name in a recipe -> module:Class, of installed packages; what the working folder claims to be one does not
+    count."""
+    return {
+        point.name: point.value
+        for point in entry_points(group=ENTRY_POINTS)
+        if point.dist is not None and is_installed(Path(str(point.dist.locate_file(""))))
+    }
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,9 @@ class ConversationConfig(Table):
 
     @property
     def source(self) -> str:
-        """The class of the environment as file.py:Class or module:Class."""
-        return BUILT_IN_ENVIRONMENTS.get(self.environment, self.environment)
+        """The class of the environment as file.py:Class or module:Class; an unknown name as it is."""
+        name = self.environment
+        return name if ":" in name else (BUILT_IN_ENVIRONMENTS | installed_environments()).get(name, name)
 
     @property
     def given_in_python(self) -> str:
@@ -106,18 +119,19 @@ class ConversationConfig(Table):
                 f"the environment {given} of this run was given in Python: call covey.run or covey.resume with "
                 f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
             )
-        if ":" in self.environment:
-            check_function_name(self.environment, "conversation.environment", "class")
-        elif self.environment not in BUILT_IN_ENVIRONMENTS:
-            names = list(BUILT_IN_ENVIRONMENTS)
+        name = self.environment
+        if ":" in name:
+            check_function_name(name, "conversation.environment", "class")
+        elif name in BUILT_IN_ENVIRONMENTS:
+            return
+        elif name in ADAPTERS:
+            if name not in installed_environments() or find_spec(ADAPTERS[name]) is None:
+                raise ConfigError(f'the environment {name} needs a package: pip install "covey[{name}]"')
+        elif name not in installed_environments():
+            names = list(dict.fromkeys([*BUILT_IN_ENVIRONMENTS, *ADAPTERS, *installed_environments()]))
             raise ConfigError(
-                f"conversation.environment: there is no environment {self.environment!r}"
-                f"{did_you_mean(self.environment, names)}; there are {', '.join(names)}, and your own as file.py:Class"
-            )
-        package = ENVIRONMENT_PACKAGES.get(self.environment)
-        if package is not None and find_spec(package) is None:
-            raise ConfigError(
-                f'the environment {self.environment} needs a package: pip install "covey[{self.environment}]"'
+                f"conversation.environment: there is no environment {name!r}{did_you_mean(name, names)}; there are "
+                f"{', '.join(names)}, and your own as file.py:Class"
             )
 
 

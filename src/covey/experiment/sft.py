@@ -50,7 +50,7 @@ from covey.llm.sft.samples import read_back, tokens_of, written
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import differences, environment, peak_memory_bytes
 from covey.runtime.interrupts import set_last_words, stop_requests
-from covey.runtime.learning_rate import learning_rate_schedule
+from covey.runtime.optimizer import learning_rate_schedule
 from covey.tracking.console import Display
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import EXAMPLES_FILE, ORIGIN_FILE, holds_run, write_atomically, write_folders

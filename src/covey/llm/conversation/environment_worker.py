@@ -45,7 +45,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.kind: Callable[[], Any] | None = None
-        self.schemas: list[dict[str, Any]] | None = None  # of its tools, if they are known
+        self.tools: list[Any] | None = None  # if they are known
         self.reply_characters = 0
         self.conversations: dict[int, int] = {}  # number -> process
         worker.prepare_worker()
@@ -75,7 +75,7 @@ class _Server:
         try:
             with open(copied, "rb") as file:
                 if request["copied"]:
-                    kind, self.schemas = pickle.load(file)  # of the run itself
+                    kind, self.tools = pickle.load(file)  # of the run itself
                 else:
                     kind = worker.load_function(request["load"])
             self.kind = functools.partial(kind, **request["options"])
@@ -103,9 +103,7 @@ class _Server:
             self.control.close()
             assert self.kind is not None
             _seed(request["seed"])
-            _converse(
-                socket.socket(fileno=descriptor), HostedEnvironment(self.kind, self.reply_characters, self.schemas)
-            )
+            _converse(socket.socket(fileno=descriptor), HostedEnvironment(self.kind, self.reply_characters, self.tools))
             code = 0
         except BaseException as error:
             with contextlib.suppress(BaseException):
