@@ -16,8 +16,8 @@ import pytest
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
-from covey.llm.rewards.worker import load_function
 from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
+from covey.runtime.worker.child import load_function
 from helpers.graded import group, rewards_of, start
 from helpers.mutants import PACKAGE
 from helpers.pages import ROOT

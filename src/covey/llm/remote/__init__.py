@@ -2,7 +2,6 @@
 
 wire        the routes and their bodies; answers from outside are parsed strictly
 client      one server over HTTP
-event_loop  requests in the background
 fleet       the servers of a run: which have the current weights
 weights     publishes the policy's weights, as a file
 group_transport  the same over a process group

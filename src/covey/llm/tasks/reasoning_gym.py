@@ -10,9 +10,9 @@ from covey.config.data_file import stable_hash
 from covey.config.validate import check_task
 from covey.config.validate_reasoning_gym import options_of
 from covey.data import Start
-from covey.llm.rewards.reward_call import RewardCallError
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks.generated import checked
+from covey.runtime.worker.process import CallError
 
 PROCESS = "covey.llm.rewards.reasoning_gym_process"
 SECONDS_PER_CALL = 300.0  # to generate problems
@@ -44,7 +44,7 @@ class ReasoningGym:
         self.config = checked(ReasoningGymConfig, fields)
         check_task(self.config)
         self._options = options_of(self.config)
-        self._process = RewardProcess(f"{PROCESS}:generate", SECONDS_PER_CALL)
+        self._process = RewardPool(f"{PROCESS}:generate", load_seconds=SECONDS_PER_CALL)
         weakref.finalize(self, self._process.close)
         self._held_out = self._find_held_out()
 
@@ -99,7 +99,7 @@ class ReasoningGym:
         arguments = {"completions": seeds, "source_dataset": self.config.source_dataset, "options": self._options}
         try:
             made = self._process.call(arguments, 0, SECONDS_PER_CALL).extras
-        except RewardCallError as error:
+        except CallError as error:
             raise ConfigError(f"task reasoning_gym, data set {self.config.source_dataset}: {error}") from None
         if made["error"][0]:
             raise ConfigError(f"task reasoning_gym: {made['error'][0]}")

@@ -8,7 +8,7 @@ import pytest
 
 from covey.llm.conversation.adapter import Response, WrongEnvironment
 from covey.llm.conversation.environments.gymnasium import Gymnasium, colors_as_brackets
-from covey.llm.conversation.workers import EnvironmentProcesses
+from covey.llm.conversation.processes import EnvironmentProcesses
 
 WORDS, DOORS = "helpers.text_envs:Words-v0", "helpers.text_envs:Doors-v0"
 LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
