@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -38,6 +38,7 @@ help:
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
 	@echo "make release-check     all of the above but bench and gpu: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
+	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
@@ -74,6 +75,9 @@ test-slow: $(STAMP)
 	@echo "The slow tests, one of $(SHARE) shares: all take some hours on two cores"
 	@$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" --share $(SHARE) -n $(WORKERS) --dist loadscope
 	@$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" --share $(SHARE) || test $$? = 5  # none
+
+size: $(STAMP)
+	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
 release-check: lint test test-slow mutants oracle trackers environments scale
 

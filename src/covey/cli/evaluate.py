@@ -34,7 +34,7 @@ def check_data(config: RunConfig | ControlConfig) -> None:
         ConfigError: naming file and line.
     """
     if isinstance(config, RunConfig) and isinstance(config.task, DatasetConfig):
-        from covey.config.data_file import read_data
+        from covey.llm.data.rows import read_data
 
         read_data(config.task)
 

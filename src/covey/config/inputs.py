@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 from covey.config.adapter_folder import adapter_files
-from covey.config.arrow_file import data_files
 from covey.config.control import ControlConfig
+from covey.config.data_paths import data_files
 from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.llm import RunConfig

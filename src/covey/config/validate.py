@@ -19,18 +19,16 @@ from covey.config import (
     UpdateBase,
     UpdateConfig,
 )
-from covey.config.arrow_file import check_arrow, is_arrow
 from covey.config.chat import check_chat, check_stop
+from covey.config.data_paths import check_data
 from covey.config.fields import (
     check_fields,
     get_type_hints,
     is_a,
     iter_fields,
-    missing_file,
     or_list,
     toml_repr,
 )
-from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.validate_cluster import check_cluster
 from covey.config.validate_collection import NOT_BY_GROUP, check_collection
@@ -295,8 +293,5 @@ def check_task(task: Any) -> None:
     if not task.path:
         raise ConfigError('the dataset task needs a file: set path = "prompts.jsonl" in [task]')
     for name, value in (("path", task.path), ("held_out_path", task.held_out_path)):
-        path = user_path(value, f"task.{name}: ")
-        if value and not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"task.{name}: {missing_file(path, value)}")
-        if value and is_arrow(path):
-            check_arrow(path, f"task.{name}: {value}")
+        if value:
+            check_data(value, f"task.{name}")

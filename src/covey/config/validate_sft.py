@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from covey.config.arrow_file import check_arrow, is_arrow
 from covey.config.chat import check_chat
 from covey.config.common import ConfigError
-from covey.config.fields import check_fields, did_you_mean, missing_file
+from covey.config.data_paths import check_data
+from covey.config.fields import check_fields
 from covey.config.files import user_path
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
@@ -38,7 +38,7 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     if not resuming:
         _check_source(config)
     if config.sft.held_out_path:
-        _check_file(config.sft.held_out_path, "sft.held_out_path")
+        check_data(config.sft.held_out_path, "sft.held_out_path", EXAMPLES_BY_NAME)
     locate_model(config.model)
 
 
@@ -89,12 +89,4 @@ def _check_source(config: RunConfig) -> None:
     if is_function(data):
         check_function_name(data, "sft.data")
     else:
-        _check_file(data, "sft.data")
-
-
-def _check_file(name: str, where: str) -> None:
-    path = user_path(name, f"{where}: ")
-    if not (path.is_file() or path.is_dir()):
-        raise ConfigError(f"{where}: {missing_file(path, name)}{did_you_mean(name, list(EXAMPLES_BY_NAME))}")
-    if is_arrow(path):
-        check_arrow(path, f"{where}: {name}")
+        check_data(data, "sft.data", EXAMPLES_BY_NAME)

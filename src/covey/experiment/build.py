@@ -35,16 +35,21 @@ from covey.config import (
 from covey.config.validate_entropy import entropy_factors
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
-from covey.runtime.best_checkpoint import BestPinned, NothingPinned
-from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE
-from covey.runtime.learning_rate import learning_rate_schedule
-from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
-from covey.train.entropy_control import NO_ENTROPY_CONTROL, BonusControl, ClipControl, EntropyControl
-from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
+from covey.train.controllers import (
+    NO_ENTROPY_CONTROL,
+    AdaptiveCoefficient,
+    BonusControl,
+    ClipControl,
+    EntropyControl,
+    KLCoefficient,
+    ScheduledCoefficient,
+)
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.replay import NoReplay, RecentGroups, Replay
 from covey.train.state import Components, LoopConfig

@@ -63,7 +63,7 @@ def test_dry_run_finds_data_that_does_not_fit_the_reward():
 @pytest.mark.slow
 def test_the_worker_needs_neither_torch_nor_transformers():
     modules = {reward.function.partition(":")[0] for reward in BUILT_IN_REWARDS.values()}
-    imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
+    imports = f"import sys, covey.runtime.worker.child, {', '.join(sorted(modules))}"
     code = f"{imports}; print({{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 

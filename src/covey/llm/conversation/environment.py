@@ -41,9 +41,9 @@ NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run 
 def begin(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], Answer]]:
     """The service of a worker: the style of the environment, and what makes one from a seed."""
     kind: Any
-    schemas = None
+    tools = None
     if setup["copied"]:
-        kind, schemas = pickle.loads(base64.b64decode(setup["copied"]))  # of the run itself
+        kind, tools = pickle.loads(base64.b64decode(setup["copied"]))  # of the run itself
     else:
         kind = load_function(setup["load"])
     options = setup["options"]
@@ -57,7 +57,7 @@ def begin(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], Answer
 
     def make(seed: int) -> Answer:
         _seed(seed)
-        return HostedEnvironment(partial(kind, **options), setup["reply_characters"], schemas).answer
+        return HostedEnvironment(partial(kind, **options), setup["reply_characters"], tools).answer
 
     return {"style": style}, make
 
@@ -156,16 +156,14 @@ class HostedEnvironment:
     {'attributes': {'secret': 7, 'guesses': 1}, 'reward': None}
     """
 
-    def __init__(
-        self, kind: Callable[[], Any], reply_characters: int, schemas: list[dict[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, kind: Callable[[], Any], reply_characters: int, tools: list[Any] | None = None) -> None:
         """
         Args:
             kind: the class, or a function that makes an environment.
             reply_characters: the longest reply, of which the rest is left out.
-            schemas: of its tools, if they are known.
+            tools: those of `covey.llm.conversation.tools.describe_tools`, if they are known.
         """
-        self._kind, self._limit, self._schemas = kind, reply_characters, schemas
+        self._kind, self._limit, self._tools = kind, reply_characters, tools
         self._environment: Any = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,10 +203,12 @@ class HostedEnvironment:
         style = style_of(self._environment)
         if style == "respond":
             return {"style": style, "tools": self._environment.tool_schemas()}
-        if style == "step" or self._schemas is not None:
-            return {"style": style, "tools": self._schemas or []}
-        tools = importlib.import_module("covey.llm.conversation.tools")
-        return {"style": style, "tools": [tool.schema for tool in tools.describe_tools(self._environment)]}
+        if style == "step":
+            return {"style": style, "tools": []}
+        if self._tools is None:
+            tools = importlib.import_module("covey.llm.conversation.tools")
+            self._tools = tools.describe_tools(self._environment)
+        return {"style": style, "tools": [tool.schema for tool in self._tools]}
 
     def _reset(self, columns: Mapping[str, Any]) -> str | None:
         reset = getattr(self._environment, "reset", None)
@@ -255,7 +255,7 @@ class HostedEnvironment:
         tools = importlib.import_module("covey.llm.conversation.tools")
         calls = importlib.import_module("covey.llm.conversation.tool_calls")
         checked = calls.ToolCall(call["name"], call["arguments"])  # the run has checked it
-        return self._text(tools.run_tool(self._environment, checked), call["name"])
+        return self._text(tools.run_tool(self._environment, checked, self._tools), call["name"])
 
     def _text(self, value: Any, method: str) -> str:
         """A reply without lone surrogates, cut at the limit."""

@@ -117,7 +117,7 @@ class EnvironmentProcesses:
 
 
 def copied_environment(environment: Any, name: str) -> bytes:
-    """An environment for `EnvironmentProcesses`: what makes one, and the schemas of its tools if they are known.
+    """An environment for `EnvironmentProcesses`: what makes one, and its tools if they are known.
 
     Tools of a class are described here, because type hints in quotes may use names that are not copied.
 
@@ -130,17 +130,17 @@ def copied_environment(environment: Any, name: str) -> bytes:
         ConfigError: if it is none of these, has a tool that cannot be described, or cannot be copied.
     """
     make, kind = _maker(environment, name)
-    schemas = None
+    tools = None
     if kind is not None:
         try:
             style = style_of(kind)
         except WrongEnvironment as error:
             raise ConfigError(f"the environment: {error}") from None
         if style != "respond":  # an adapter is asked in its process
-            schemas = [] if style == "step" else [tool.schema for tool in describe_tools(kind)]
+            tools = [] if style == "step" else describe_tools(kind)
     try:
         with _by_value(_modules_out_of_reach(environment)):
-            copied: bytes = cloudpickle.dumps((make, schemas))
+            copied: bytes = cloudpickle.dumps((make, tools))
             return copied
     except Exception as error:
         reason = one_line(error.with_traceback(None))

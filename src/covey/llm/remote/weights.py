@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from covey.config import MachineError
-from covey.llm.model.adapted_layers import merged_tensors
+from covey.llm.model.lora import merged_tensors
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer, OtherWeights
 

@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig
-from covey.config.arrow_file import rows_as_written
-from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.config.fields import plural
 from covey.config.validate import check_task
 from covey.data import Start
+from covey.llm.data.arrow import rows_as_written
+from covey.llm.data.rows import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.llm.tasks.generated import checked
 from covey.llm.tasks.prompt_limit import PromptLimit
 

@@ -6,10 +6,10 @@ import weakref
 from typing import Any
 
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
-from covey.config.data_file import stable_hash
 from covey.config.validate import check_task
 from covey.config.validate_reasoning_gym import options_of
 from covey.data import Start
+from covey.llm.data.rows import stable_hash
 from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks.generated import checked
 from covey.runtime.worker.process import CallError

@@ -9,68 +9,15 @@ import datetime
 import decimal
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.files import read_json, shortened
+from covey.config.data_paths import data_files
+from covey.config.files import shortened
 
-SUFFIXES = (".parquet", ".arrow", ".feather")
 MOST_ROWS = 5_000_000
-STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"  # of the package datasets
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)  # datetime is a date
-
-
-def is_arrow(file: Path) -> bool:
-    """True for a folder, and for a file with the suffix of Parquet or Arrow."""
-    return file.suffix.lower() in SUFFIXES or file.is_dir()
-
-
-def check_arrow(path: Path, name: str) -> None:
-    """Refuse a folder that holds no data set, and a missing pyarrow.
-
-    Args:
-        path: a file with one of `SUFFIXES`, or a folder.
-        name: of the path as the user wrote it.
-
-    Raises:
-        ConfigError: in one line, with the fix.
-    """
-    data_files(path, name)
-    if find_spec("pyarrow") is None:
-        raise ConfigError(f'{name} is read with pyarrow: pip install "covey[arrow]"')
-
-
-def data_files(path: Path, name: str) -> list[Path]:
-    """The data files of a path: the file itself, or those of a folder of the package datasets.
-
-    Raises:
-        ConfigError: if a folder holds no data set, or several.
-    """
-    if not path.is_dir():
-        return [path]
-    if (path / SPLITS_FILE).is_file():
-        splits = read_json(path / SPLITS_FILE)
-        names = splits.get("splits") if isinstance(splits, dict) else None
-        inside = ", ".join(f"{name.rstrip('/')}/{split}" for split in names) if isinstance(names, list) else ""
-        raise ConfigError(f"{name} has several data sets; name one of them{': ' if inside else ''}{inside}")
-    if not (path / STATE_FILE).is_file():
-        raise ConfigError(
-            f"{name} is a folder without {STATE_FILE}, so it is no data set that datasets saved with save_to_disk; "
-            "name a file, or such a folder"
-        )
-    state = read_json(path / STATE_FILE)
-    listed = state.get("_data_files") if isinstance(state, dict) else None
-    try:
-        files = [Path(entry["filename"]) for entry in listed or ()]
-    except (TypeError, KeyError):
-        files = []
-    if not files or any(len(file.parts) != 1 or file.parts[0] == ".." for file in files):
-        raise ConfigError(f"{name}: {STATE_FILE} lists no data files; save the data set again")
-    if missing := next((file for file in files if not (path / file).is_file()), None):
-        raise ConfigError(f"{name}: the file {missing}, which {STATE_FILE} lists, is missing; save the data set again")
-    return [path / file for file in files]
 
 
 def read_arrow(path: Path, name: str, most_bytes: int) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.data_file import (
+from covey.config.files import shortened
+from covey.config.sft import SFTConfig
+from covey.llm.data.rows import (
     LONGEST_ROLE,
     check_prompt,
     check_text,
@@ -25,8 +27,6 @@ from covey.config.data_file import (
     read_records,
     without_held_out,
 )
-from covey.config.files import shortened
-from covey.config.sft import SFTConfig
 
 Messages = tuple[Mapping[str, Any], ...]
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pyarrow import feather, parquet
 
 from covey.config import ConfigError, DatasetConfig
-from covey.config.data_file import read_data, read_rows
 from covey.config.inputs import input_checksums
 from covey.config.recipe import config_from_dict
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import read_rows as read_sft_rows
 from covey.config.validate import check_task
+from covey.llm.data.rows import read_data, read_rows
+from covey.llm.data.sft_examples import read_rows as read_sft_rows
 from covey.llm.tasks import PromptDataset, Rows
 from covey.trainers.prompts import read_prompts
 
@@ -280,7 +280,7 @@ def test_a_folder_that_is_no_data_set(files: dict[str, str], why: str, tmp_path:
 
 def test_a_missing_package_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.parquet", ROWS)
-    monkeypatch.setattr("covey.config.arrow_file.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.data_paths.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'is read with pyarrow: pip install "covey\[arrow\]"'):
         check_task(DatasetConfig(path=str(path)))
 

@@ -10,12 +10,14 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
-from covey.config import ConfigError, arrow_file, data_file
-from covey.config.arrow_file import MOST_ROWS
-from covey.config.data_file import LONGEST_PROMPT, read_rows
-from covey.config.reward_data import read_examples
+from covey.config import ConfigError
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import read_rows as read_sft_rows
+from covey.llm.data import arrow
+from covey.llm.data import rows as data_rows
+from covey.llm.data.arrow import MOST_ROWS
+from covey.llm.data.reward_examples import read_examples
+from covey.llm.data.rows import LONGEST_PROMPT, read_rows
+from covey.llm.data.sft_examples import read_rows as read_sft_rows
 
 LONG = "a" * (LONGEST_PROMPT + 1)
 HALF = "a" * (LONGEST_PROMPT // 2 + 1)
@@ -43,8 +45,8 @@ def test_more_rows_than_are_read_are_refused_before_any_is(
         write(table, str(path))
     assert form == "d.jsonl" or path.stat().st_size < 1_000_000
     for name in ("_values", "plain_record"):
-        monkeypatch.setattr(arrow_file, name, None)
-    monkeypatch.setattr(data_file, "_record", None)
+        monkeypatch.setattr(arrow, name, None)
+    monkeypatch.setattr(data_rows, "_record", None)
     with pytest.raises(ConfigError, match=r"d\.\w+ has 5,000,001 rows; at most 5,000,000 are read: take a part"):
         read_rows(str(path))
 
@@ -58,7 +60,7 @@ def test_values_that_need_more_memory_than_is_read_are_refused(
     write = parquet.write_table if form == "d.parquet" else feather.write_feather
     write(pyarrow.table({"prompt": values}), str(path))
     assert path.stat().st_size < 1_000_000
-    monkeypatch.setattr(data_file, "memory_bytes", lambda: 8 * 20_000_000)
+    monkeypatch.setattr(data_rows, "memory_bytes", lambda: 8 * 20_000_000)
     with pytest.raises(ConfigError, match=r"has \d\d MB of data; at most 20 MB are read"):
         read_rows(str(path))
 
