@@ -1,9 +1,16 @@
-"""The table of built-in environments of conversations."""
+"""The environments of conversations that a recipe names by one word."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
+
+from covey.config.named_modules import is_installed
+
+ENTRY_POINTS = "covey.environments"  # group of the environments of other packages: name in a recipe = module:Class
 
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "calculator": "covey.llm.conversation.environments.calculator:Calculator",
@@ -11,12 +18,27 @@ BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "search": "covey.llm.conversation.environments.search:Search",
     "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
     "maze": "covey.llm.conversation.environments.maze:Maze",
-    "gymnasium": "covey.llm.conversation.environments.gymnasium:Gymnasium",
-    "openenv": "covey.llm.conversation.environments.openenv:OpenEnv",
-    "verifiers": "covey.llm.conversation.environments.verifiers:Verifiers",
 }
-# Name in a recipe -> the module that it needs, which an extra of the same name as the environment has.
-ENVIRONMENT_PACKAGES: dict[str, str] = {"openenv": "websockets", "verifiers": "verifiers"}
+# Those of covey-environments: name in a recipe -> the module that it imports; an extra of the same name has both.
+ADAPTERS: dict[str, str] = {"gymnasium": "gymnasium", "openenv": "websockets", "verifiers": "verifiers"}
+
+
+@cache  # the lists of all packages are read
+def installed_environments() -> dict[str, str]:
+    """Name in a recipe -> module:Class, of installed packages; what the working folder claims to be one does not
+    count."""
+    return {
+        point.name: point.value
+        for point in entry_points(group=ENTRY_POINTS)
+        if point.dist is not None and is_installed(Path(str(point.dist.locate_file(""))))
+    }
+
+
+def class_of(environment: str) -> str:
+    """An environment as module:Class or file.py:Class; an unknown name as it is."""
+    if ":" in environment or environment in BUILT_IN_ENVIRONMENTS:
+        return BUILT_IN_ENVIRONMENTS.get(environment, environment)
+    return installed_environments().get(environment, environment)
 
 
 def imported_module(environment: str, options: Mapping[str, Any]) -> tuple[str, str]:

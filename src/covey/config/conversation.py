@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.builtin_environments import class_of
 from covey.config.common import ConfigError, Table, config_field
 
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
@@ -50,7 +50,7 @@ class ConversationConfig(Table):
     @property
     def source(self) -> str:
         """The class of the environment as file.py:Class or module:Class."""
-        return BUILT_IN_ENVIRONMENTS.get(self.environment, self.environment)
+        return class_of(self.environment)
 
     @property
     def given_in_python(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from covey.config.builtin_environments import imported_module
+from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS, imported_module
 from covey.config.control import ControlConfig
 from covey.config.files import user_path
 from covey.config.llm import RunConfig
@@ -39,8 +39,8 @@ def _names(config: RunConfig | ControlConfig) -> Iterator[tuple[str, str, str]]:
     if ":" in config.process.boundary:
         yield "process.boundary", config.process.boundary, "covey"
     conversation = config.conversation
-    if ":" in conversation.environment:
-        yield "conversation.environment", conversation.environment, "covey"
+    if ":" in conversation.source and conversation.environment not in BUILT_IN_ENVIRONMENTS:
+        yield "conversation.environment", conversation.source, "covey"
     module, library = imported_module(conversation.environment, environment_options(conversation))
     if module:
         yield "conversation.environment", f"{module}:", library

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from covey.config.assignments import read_assignments
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS, ENVIRONMENT_PACKAGES, imported_module
+from covey.config.builtin_environments import ADAPTERS, BUILT_IN_ENVIRONMENTS, imported_module, installed_environments
 from covey.config.common import ConfigError
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean
@@ -64,20 +64,19 @@ def _check_name(conversation: ConversationConfig) -> None:
             f"the environment {given} of this run was given in Python: call covey.run or covey.resume with "
             f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
         )
-    if ":" in conversation.environment:
-        check_function_name(conversation.environment, "conversation.environment", "class")
-    elif conversation.environment not in BUILT_IN_ENVIRONMENTS:
-        names = list(BUILT_IN_ENVIRONMENTS)
+    name = conversation.environment
+    if ":" in name:
+        check_function_name(name, "conversation.environment", "class")
+    elif name in BUILT_IN_ENVIRONMENTS:
+        return
+    elif name in ADAPTERS:
+        if name not in installed_environments() or find_spec(ADAPTERS[name]) is None:
+            raise ConfigError(f'the environment {name} needs a package: pip install "covey[{name}]"')
+    elif name not in installed_environments():
+        names = list(dict.fromkeys([*BUILT_IN_ENVIRONMENTS, *ADAPTERS, *installed_environments()]))
         raise ConfigError(
-            f"conversation.environment: there is no environment {conversation.environment!r}"
-            f"{did_you_mean(conversation.environment, names)}; there are {', '.join(names)}, and your own as "
-            "file.py:Class"
-        )
-    package = ENVIRONMENT_PACKAGES.get(conversation.environment)
-    if package is not None and find_spec(package) is None:
-        raise ConfigError(
-            f"the environment {conversation.environment} needs a package: pip install "
-            f'"covey[{conversation.environment}]"'
+            f"conversation.environment: there is no environment {name!r}{did_you_mean(name, names)}; there are "
+            f"{', '.join(names)}, and your own as file.py:Class"
         )
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem
@@ -164,7 +163,7 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
 def test_conversations_of_a_model_with_an_adapter() -> None:
     chat = tiny_chat()
     options = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
-    environments = EnvironmentProcesses(BUILT_IN_ENVIRONMENTS["gymnasium"], 60.0, 100, options)
+    environments = EnvironmentProcesses("covey_environments.gymnasium:Gymnasium", 60.0, 100, options)
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
         environments=environments, style=RespondStyle(chat, []),

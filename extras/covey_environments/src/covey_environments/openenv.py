@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from covey.llm.conversation.adapter import Adapter, Response, WrongEnvironment, function_schema
-from covey.llm.conversation.environments.openenv_client import (
+from covey.llm.conversation.tools import ERROR, text_of
+from covey_environments.openenv_client import (
     Address,
     Client,
     HttpClient,
@@ -24,7 +25,6 @@ from covey.llm.conversation.environments.openenv_client import (
     RefusedAction,
     WebSocketClient,
 )
-from covey.llm.conversation.tools import ERROR, text_of
 
 CLIENTS: dict[str, type[WebSocketClient | HttpClient]] = {"websocket": WebSocketClient, "http": HttpClient}
 _SEED_BITS = 31

@@ -26,8 +26,8 @@ from helpers.tiny_models import tiny_folder
 
 pytestmark = pytest.mark.environments
 HELPERS = Path(helpers.__path__[0])
-OPENENV = "covey.llm.conversation.environments.openenv:OpenEnv"
-VERIFIERS = "covey.llm.conversation.environments.verifiers:Verifiers"
+OPENENV = "covey_environments.openenv:OpenEnv"
+VERIFIERS = "covey_environments.verifiers:Verifiers"
 START_SECONDS = 120
 RECIPE = """
 model = "{model}"

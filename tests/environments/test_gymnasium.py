@@ -7,12 +7,12 @@ import random
 import pytest
 
 from covey.llm.conversation.adapter import Response, WrongEnvironment
-from covey.llm.conversation.environments.gymnasium import Gymnasium, colors_as_brackets
 from covey.llm.conversation.processes import EnvironmentProcesses
+from covey_environments.gymnasium import Gymnasium, colors_as_brackets
 
 WORDS, DOORS = "helpers.text_envs:Words-v0", "helpers.text_envs:Doors-v0"
 LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
-CLASS = "covey.llm.conversation.environments.gymnasium:Gymnasium"
+CLASS = "covey_environments.gymnasium:Gymnasium"
 
 
 def test_an_episode_of_text() -> None:

@@ -16,14 +16,14 @@ from urllib.parse import quote
 import pytest
 
 from covey.llm.conversation.adapter import Response, WrongEnvironment
-from covey.llm.conversation.environments import openenv_client
-from covey.llm.conversation.environments.openenv import OpenEnv, _tool_text, _value
-from covey.llm.conversation.environments.openenv_client import Address, RefusedAction
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.runtime.worker.process import CallError
+from covey_environments import openenv_client
+from covey_environments.openenv import OpenEnv, _tool_text, _value
+from covey_environments.openenv_client import Address, RefusedAction
 from helpers.openenv_server import FAULTS, TOOLS, CounterServer, send
 
-CLASS = "covey.llm.conversation.environments.openenv:OpenEnv"
+CLASS = "covey_environments.openenv:OpenEnv"
 TWO = {"properties": {"row": {"type": "integer"}, "mark": {"type": "string"}}, "required": ["row", "mark"]}
 
 
