@@ -10,8 +10,7 @@ import numpy
 import pytest
 
 from covey.cli.main import main
-from covey.config import ConfigError
-from covey.config.builtin_environments import imported_module
+from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import find_module, search_path
 from covey.config.recipe import read_recipe
 from covey.control.envs.registration import find_spec
@@ -103,10 +102,13 @@ def test_an_environments_module_is_not_imported(name: str, folder: Path) -> None
 
 
 def test_the_modules_that_adapters_import_by_an_option() -> None:
-    assert imported_module("gymnasium", {"id": "mine:Game-v0"}) == ("mine", "gymnasium")
-    assert imported_module("gymnasium", {"id": "CartPole-v1"})[0] == ""
-    assert imported_module("verifiers", {"id": "owner/my-game"}) == ("my_game", "verifiers")
-    assert imported_module("calculator", {"id": "subprocess:x"})[0] == ""
+    for environment, name, module in [
+        ("gymnasium", "mine:Game-v0", "mine"),
+        ("gymnasium", "CartPole-v1", ""),
+        ("verifiers", "owner/my-game", "my_game"),
+        ("calculator", "subprocess:x", ""),
+    ]:
+        assert ConversationConfig(environment, options=(f"id = {name!r}",)).imported_module == (module, environment)
 
 
 def test_own_modules_are_found_and_installed_ones_that_depend_on_the_library(

@@ -19,9 +19,9 @@ from covey.config import (
     RunConfig,
     SamplingConfig,
 )
-from covey.config.builtin_environments import ADAPTERS, installed_environments
+from covey.config.conversation import ADAPTERS, installed_environments
 from covey.config.named_code import named_code
-from covey.config.validate import validate
+from covey.config.rules import validate
 from helpers import guessing
 
 FILE = str(Path(guessing.__file__))
@@ -44,7 +44,7 @@ def test_what_can_work_is_allowed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"turns": 3}, "conversation.turns is set, but conversation.environment is not"),
+        ({"turns": 3}, "conversation.turns is set, but has no effect while conversation.environment is unset"),
         ({"environment": "calculatr"}, "there is no environment 'calculatr' (did you mean 'calculator'?)"),
         ({"environment": f"{FILE}:Gues"}, "has no class 'Gues' (did you mean 'Guess'?)"),
         ({"environment": "nothing.py:Guess"}, "conversation.environment: "),
@@ -69,11 +69,11 @@ def test_what_cannot_work_is_refused(fields, message):
         ({"evaluation": EvaluationConfig(token_limits=(8, 16))}, "evaluation.token_limits is set"),
         ({"loss": LossConfig(credit="process"), "rewards": (RewardConfig(name="numeric"),)},
          "loss.credit is 'process', but no reward is paid by turn: use an environment with step(message)"),
-        ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "ppo already credits every token"),
+        ({"loss": LossConfig(credit="process"), "algorithm": "ppo"}, "loss.credit is set, but not used with ppo"),
         ({"process": ProcessConfig(boundary="sentence")}, "process.boundary is set, which conversations"),
         ({"process": ProcessConfig(boundary="line")}, "process.boundary is set, which conversations"),
         ({"conversation": ConversationConfig(), "rewards": (RewardConfig(name="environment"),)},
-         "the reward environment is that of a conversation's environment"),
+         "the reward environment is for conversations"),
         ({"sampling": SamplingConfig(overlong_tokens=513)}, "set it to at most 512"),
     ],
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_an_adapter_without_its_package_is_refused(monkeypatch):
     validate(adapter)
     for package, installed in (("no_such_package", installed_environments()), ("gymnasium", {})):
         monkeypatch.setitem(ADAPTERS, "gymnasium", package)
-        monkeypatch.setattr("covey.config.validate_conversation.installed_environments", lambda found=installed: found)
+        monkeypatch.setattr("covey.config.conversation.installed_environments", lambda found=installed: found)
         with pytest.raises(
             ConfigError, match=r'the environment gymnasium needs a package: pip install "covey\[gymnasium\]"'
         ):

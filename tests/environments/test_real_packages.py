@@ -15,8 +15,7 @@ import httpx2
 import pytest
 
 import helpers
-from covey.config import ConfigError
-from covey.config.builtin_environments import imported_module
+from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import search_path
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.runtime.cache import cache_folder
@@ -98,7 +97,9 @@ def adder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def processes_of(kind: str, options: dict[str, Any]) -> EnvironmentProcesses:
-    name, library = imported_module(kind.rpartition(":")[0].rpartition(".")[2], options)
+    environment = kind.rpartition(":")[0].rpartition(".")[2]
+    assigned = tuple(f"{key} = {value!r}" for key, value in options.items() if key == "id")
+    name, library = ConversationConfig(environment, options=assigned).imported_module
     path = search_path(f"{name}:", library=library) if name else ()
     return EnvironmentProcesses(kind, 60.0, 1000, options, path=path)
 

@@ -24,7 +24,7 @@ from covey import (
     UpdateConfig,
 )
 from covey.config.recipe import config_from_dict, read_tables
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.llm.conversation.processes import copied_environment
 from helpers import guessing
 from helpers.run_helpers import assert_same_run

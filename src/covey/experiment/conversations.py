@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import imported_module
 from covey.config.files import user_path
 from covey.config.named_modules import search_path
-from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start, Task
 from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
@@ -253,8 +251,8 @@ def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKin
     if not config.has_conversations:
         return COMPLETIONS
     source, _, name = settings.source.rpartition(":")
-    options = environment_options(settings)
-    module, library = imported_module(settings.environment, options)
+    options = settings.assigned_options
+    module, library = settings.imported_module
     environments = EnvironmentProcesses(
         f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,

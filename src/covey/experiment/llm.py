@@ -14,9 +14,9 @@ import torch
 
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, RunConfig
+from covey.config.common import NOT_BY_GROUP
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
-from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
 from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (

@@ -8,7 +8,7 @@ import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, validate_rewards
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.math import math_equal
 from helpers.graded import group, start

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
 from covey.config.recipe import read_recipe
-from covey.config.validate import check_task
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.rewards.reasoning_gym_process import is_plain_expression
@@ -257,9 +256,9 @@ def test_a_wrong_field_is_one_line(fields: dict[str, Any], why: str) -> None:
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.config.validate_reasoning_gym.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.tasks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'needs a package: pip install "covey\[reasoning-gym\]"'):
-        check_task(ReasoningGymConfig(source_dataset="leg_counting"))
+        ReasoningGymConfig(source_dataset="leg_counting").check()
 
 
 def test_a_recipe_with_the_task_is_read(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import weakref
 from typing import Any
 
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
-from covey.config.validate import check_task
-from covey.config.validate_reasoning_gym import options_of
 from covey.data import Start
 from covey.llm.data.rows import stable_hash
 from covey.llm.rewards.runner import RewardPool
@@ -42,8 +40,8 @@ class ReasoningGym:
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of ReasoningGymConfig."""
         self.config = checked(ReasoningGymConfig, fields)
-        check_task(self.config)
-        self._options = options_of(self.config)
+        self.config.check()
+        self._options = self.config.assigned_options
         self._process = RewardPool(f"{PROCESS}:generate", load_seconds=SECONDS_PER_CALL)
         weakref.finalize(self, self._process.close)
         self._held_out = self._find_held_out()

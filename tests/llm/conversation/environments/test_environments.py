@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covey.config import ConfigError
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.llm.conversation.environments import maze as mazes
 from covey.llm.conversation.environments.calculator import Calculator, shown
 from covey.llm.conversation.environments.guess_number import GuessNumber

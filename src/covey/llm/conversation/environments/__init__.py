@@ -1,4 +1,4 @@
-"""Built-in environments of conversations; `config/builtin_environments.py` names them.
+"""Built-in environments of conversations; `config/conversation.py` names them.
 
 calculator      a tool that computes an expression
 python          a tool that runs a program in the sandbox
