@@ -40,7 +40,7 @@ def test_impossible_rewards_are_refused():
         (RewardConfig(), "neither name nor function"),
         (RewardConfig(name="numbers"), "numeric"),
         (RewardConfig(name="format"), "needs a value for pattern"),
-        (RewardConfig(name="format", pattern="(a"), "no regular expression"),
+        (RewardConfig(name="format", pattern="(a"), "not a regular expression"),
         (RewardConfig(name="numeric", weight=float("nan")), "finite"),
         (RewardConfig(name="numeric", timeout_seconds=0.0), "timeout_seconds"),
         (RewardConfig(function="no_colon"), "file.py:function or module:function"),
@@ -119,14 +119,14 @@ def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function)
 
 @pytest.mark.parametrize("name", BUILT_IN_REWARDS)
 def test_every_entry_is_a_function_that_takes_its_options(name):
-    entry = BUILT_IN_REWARDS[name]
+    entry, reward = BUILT_IN_REWARDS[name], RewardConfig(name=name)
+    options = {field.name for field in fields(reward) if name in field.metadata["used_by"]}
     parameters = inspect.signature(load_function(entry.function)).parameters
-    assert set(entry.arguments) <= set(parameters)
-    assert set(entry.required) <= set(entry.options)
-    assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
-    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
+    assert set(entry.required) <= options
+    assert {option for option in parameters if option in FIELDS} == set(reward.arguments) <= options
+    assert ("workers" in options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
     if entry.shortcut:
-        assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
+        assert set(reward.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step
     file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
     assert file.stem in (name, f"{name}_process"), "the file has the reward's name"
