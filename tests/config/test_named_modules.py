@@ -14,9 +14,9 @@ from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import find_module, search_path
 from covey.config.recipe import read_recipe
 from covey.control.envs.registration import find_spec
-from covey.llm.conversation.workers import EnvironmentProcesses
-from covey.llm.rewards.reward_call import RewardCallError
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.conversation.processes import EnvironmentProcesses
+from covey.llm.rewards.runner import RewardPool
+from covey.runtime.worker.process import CallError
 from helpers.tiny_models import tiny_folder
 
 LANGUAGE = """
@@ -39,7 +39,7 @@ FOREIGN = {
     "imported by nothing": "antigravity:geohash",
     "the tests of Python": "test.support:swap_attr",
     "the file of a module": f"{subprocess.__file__}:Popen",
-    "covey's own": "covey.llm.rewards.supervised_process:SupervisedProcess",
+    "covey's own": "covey.runtime.worker.process:Child",
     "an installed package": "numpy:mean",
     "a file of an installed package": f"{numpy.__file__}:mean",
     "a link to a file": "linked.py:Popen",
@@ -76,8 +76,8 @@ def test_its_process_refuses_it_too(name: str, folder: Path) -> None:
     if name.startswith("covey."):
         pytest.skip("the processes of covey's own functions are the same")
     ran, arguments = folder / "ran", {"args": ["touch", "ran"]}
-    process = RewardProcess(name)
-    with pytest.raises((ConfigError, RewardCallError), match=REFUSED):
+    process = RewardPool(name)
+    with pytest.raises((ConfigError, CallError), match=REFUSED):
         process.call({"completions": ["a"], **arguments}, 1, 60.0)
     process.close()
     environments = EnvironmentProcesses(name, 60.0, 100, arguments)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from covey.llm.conversation.adapter import Response, WrongEnvironment
-from covey.llm.conversation.workers import EnvironmentProcesses
+from covey.llm.conversation.processes import EnvironmentProcesses
 from covey_environments.gymnasium import Gymnasium, colors_as_brackets
 
 WORDS, DOORS = "helpers.text_envs:Words-v0", "helpers.text_envs:Doors-v0"

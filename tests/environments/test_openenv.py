@@ -16,7 +16,8 @@ from urllib.parse import quote
 import pytest
 
 from covey.llm.conversation.adapter import Response, WrongEnvironment
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
+from covey.llm.conversation.processes import EnvironmentProcesses
+from covey.runtime.worker.process import CallError
 from covey_environments import openenv_client
 from covey_environments.openenv import OpenEnv, _tool_text, _value
 from covey_environments.openenv_client import Address, RefusedAction
@@ -141,7 +142,7 @@ def test_a_slow_server_and_one_without_sessions_fail_the_conversation(
     processes = EnvironmentProcesses(CLASS, 1.0, 100, {"url": server.url})
     session = processes.open(0)
     session.ask({"do": "reset", "columns": {"seed": 1 + FAULTS.index("slow")}}).result(60)
-    with pytest.raises(EnvironmentFailed, match="took longer than 1 s for one call"):
+    with pytest.raises(CallError, match="took longer than 1 s for one call"):
         session.ask({"do": "respond", "message": "1", "calls": []}).result(60)
     processes.close()
 

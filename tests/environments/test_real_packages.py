@@ -17,8 +17,9 @@ import pytest
 import helpers
 from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import search_path
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
+from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.runtime.cache import cache_folder
+from covey.runtime.worker.process import CallError
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder
 
@@ -189,7 +190,7 @@ def test_a_conversation_of_several_turns_has_the_reward_of_its_rubric(games: Pat
     assert (second["text"], second["done"]) == ("Right.", True)
     assert end["attributes"]["metrics"]["messages"] == 4.0, "two turns and two replies"
     assert end["reward"] == 0.5
-    with pytest.raises(EnvironmentFailed, match="changes earlier messages"):
+    with pytest.raises(CallError, match="changes earlier messages"):
         played(VERIFIERS, options, ["rewrite"], of_row(2))
 
 
@@ -229,7 +230,7 @@ def test_what_cannot_be_loaded_is_refused(games: Path, options: dict[str, Any], 
 
 
 def test_a_reward_function_that_raises_fails_the_conversation(games: Path) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"a reward function of its rubric failed: .*broken"):
+    with pytest.raises(CallError, match=r"a reward function of its rubric failed: .*broken"):
         played(VERIFIERS, {"id": "guessing_games", "kind": "broken"}, ["4"], of_row(2))
 
 

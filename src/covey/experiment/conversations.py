@@ -12,16 +12,16 @@ from covey.config.named_modules import search_path
 from covey.data import Rollout, Start, Task
 from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.python_environment import copied_environment
+from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import RespondStyle, StepStyle, Style, ToolStyle
 from covey.llm.conversation.tools import Tool
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
 from covey.llm.grader import RewardGrader, right_rollout
 from covey.llm.model.chat import Chat, Message
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, Prompts, build_task
 from covey.llm.tasks.prompt_limit import PromptLimit
+from covey.runtime.worker.process import CallError
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
@@ -201,7 +201,7 @@ class Conversations:
         session = self._environments.open(environment_seed(0, 0, index))
         try:
             return use(session)
-        except EnvironmentFailed as error:
+        except CallError as error:
             raise ConfigError(f"environment {self._config.environment}, in a dry run: {error}") from None
         finally:
             session.close()

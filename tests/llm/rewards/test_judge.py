@@ -30,7 +30,7 @@ from covey.llm.rewards import judge_client
 from covey.llm.rewards.judge import CLIENT
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
-from covey.llm.rewards.pool import RewardPool
+from covey.llm.rewards.runner import RewardPool
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"

@@ -22,7 +22,7 @@ import gymnasium
 from gymnasium import spaces
 
 from covey.llm.conversation.adapter import Adapter, Response, WrongEnvironment
-from covey.llm.rewards.reward_call import one_line
+from covey.runtime.worker.child import one_line
 
 ANSI = "ansi"
 _COLORS = dict(enumerate(("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")))

@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 from covey.config.addresses import is_local
 from covey.config.token_text import hide, token_in
 from covey.llm.conversation.adapter import WrongEnvironment
-from covey.llm.rewards.reward_call import one_printable_line
+from covey.runtime.worker.child import one_printable_line
 
 CONNECT_SECONDS = 10.0
 SCHEMA_SECONDS = 10.0

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 from covey.llm.conversation.adapter import Adapter, Response, WrongEnvironment, function_schema
-from covey.llm.rewards.reward_call import one_line, one_printable_line
+from covey.runtime.worker.child import one_line, one_printable_line
 
 MODEL = "covey"  # the name of the model that the package's environments see
 Message = Any  # a message of verifiers

@@ -8,9 +8,9 @@ from typing import Any
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
 from covey.data import Start
 from covey.llm.data.rows import stable_hash
-from covey.llm.rewards.reward_call import RewardCallError
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks.generated import checked
+from covey.runtime.worker.process import CallError
 
 PROCESS = "covey.llm.rewards.reasoning_gym_process"
 SECONDS_PER_CALL = 300.0  # to generate problems
@@ -42,7 +42,7 @@ class ReasoningGym:
         self.config = checked(ReasoningGymConfig, fields)
         self.config.check()
         self._options = self.config.assigned_options
-        self._process = RewardProcess(f"{PROCESS}:generate", SECONDS_PER_CALL)
+        self._process = RewardPool(f"{PROCESS}:generate", load_seconds=SECONDS_PER_CALL)
         weakref.finalize(self, self._process.close)
         self._held_out = self._find_held_out()
 
@@ -97,7 +97,7 @@ class ReasoningGym:
         arguments = {"completions": seeds, "source_dataset": self.config.source_dataset, "options": self._options}
         try:
             made = self._process.call(arguments, 0, SECONDS_PER_CALL).extras
-        except RewardCallError as error:
+        except CallError as error:
             raise ConfigError(f"task reasoning_gym, data set {self.config.source_dataset}: {error}") from None
         if made["error"][0]:
             raise ConfigError(f"task reasoning_gym: {made['error'][0]}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +20,7 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._futures: set[Future[Any]] = set()
+        self.at_close: set[Callable[[], Coroutine[Any, Any, None]]] = set()  # what ends the things that it serves
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._thread.start()
 
@@ -27,12 +31,22 @@ class EventLoop:
         future.add_done_callback(self._futures.discard)
         return future
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine, which is cancelled if this thread is interrupted."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
         if not self._thread.is_alive():
             return
         for future in list(self._futures):
             future.cancel()
+        for end in list(self.at_close):
+            self.run(end())
         asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -42,3 +56,15 @@ class EventLoop:
         """Wait for the tasks that were cancelled. Those within them are ended by them: a library may not expect it."""
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
+
+
+def background() -> EventLoop:
+    """The event loop of this process; a fork has another one."""
+    return _loop_of(os.getpid())
+
+
+@cache  # that of a parent cannot be closed
+def _loop_of(process: int) -> EventLoop:
+    loop = EventLoop()
+    atexit.register(loop.close)
+    return loop

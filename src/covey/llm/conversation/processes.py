@@ -1,27 +1,119 @@
-"""Environments that a Python program gives as a class, a factory or functions, copied into their process.
+"""Environments of conversations in processes, each under a deadline.
 
-A class is copied with cloudpickle: one that a module has by the module's name, one of a script or a notebook with the
-names that it uses. So an environment of a notebook is under a deadline, and its death ends its conversation alone, as
-for an environment in a file. Objects of the program that it uses are copies. The bytes go from this process to its
-own child, through a temporary file without a name.
+A Python program may give an environment as a class, a factory or functions, which are copied with cloudpickle: a class
+that a module has by the module's name, one of a script or a notebook with the names that it uses. So its death ends its
+conversation alone, as for an environment in a file. Objects of the program that it uses are copies. The bytes go from
+this process to its own child.
 """
 
 from __future__ import annotations
 
+import base64
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
 from covey.config import ConfigError
+from covey.config.named_modules import search_path
+from covey.llm.conversation import environment as service
 from covey.llm.conversation.environment import WrongEnvironment, style_of
 from covey.llm.conversation.tools import describe_tools
-from covey.llm.rewards.reward_call import one_line
+from covey.runtime.worker.child import one_line
+from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Sessions
+
+LOAD_LEAST_SECONDS = 60.0  # to import a file of environments, or to prepare an adapter
+Reply = dict[str, Any]
+
+
+class Session(Protocol):
+    """The environment of one conversation."""
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
+        """The reply to a request of `HostedEnvironment`; the future raises CallError. One at a time.
+
+        `seconds` overrides the default deadline.
+        """
+
+    def close(self) -> None:
+        """End the environment."""
+
+
+class Environments(Protocol):
+    """Source of environments."""
+
+    def open(self, seed: int) -> Session:
+        """A new environment. Global random generators of its process are seeded."""
+
+    def close(self) -> None:
+        """End all environments."""
+
+
+class EnvironmentProcesses:
+    """Environments of one class, each in a process; implements `Environments`."""
+
+    def __init__(
+        self,
+        name: str,
+        timeout_seconds: float,
+        reply_characters: int,
+        options: Mapping[str, Any] | None = None,
+        copied: bytes | None = None,
+        path: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            name: of the class, file.py:Class or module:Class.
+            timeout_seconds: deadline of a call.
+            reply_characters: longest reply.
+            options: keyword arguments of the class.
+            copied: the class of a Python program, from `copied_environment`; then `name` is only for messages.
+            path: `sys.path` of the process; empty: that of `search_path`.
+        """
+        self.name, self.timeout_seconds = name, timeout_seconds
+
+        def setup() -> Reply:
+            return {
+                "load": name,
+                "path": [*path] or search_path(name),
+                "reply_characters": reply_characters,
+                "options": dict(options or {}),
+                "copied": base64.b64encode(copied or b"").decode(),
+            }
+
+        seconds = max(timeout_seconds, LOAD_LEAST_SECONDS)
+        self._sessions = Sessions(service, setup, timeout_seconds, seconds, field="conversation.timeout_seconds")
+
+    def start(self) -> None:
+        """Start the worker, which imports the class.
+
+        Raises:
+            ConfigError: if it cannot be imported or is not an environment.
+        """
+        with self._loading():
+            self._sessions.start()
+
+    def open(self, seed: int) -> Session:
+        with self._loading():
+            return self._sessions.open(seed)
+
+    def close(self) -> None:
+        self._sessions.close()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        try:
+            yield
+        except CallError as error:
+            name = self.name.removeprefix("covey.llm.conversation.environments.")
+            raise ConfigError(f"environment {name} {error}") from None
 
 
 def copied_environment(environment: Any, name: str) -> bytes:
