@@ -303,7 +303,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (with_reward(name="numeric", function="a:b"), "name and function: give exactly one"),
         (with_reward(name="format"), "needs a value for pattern"),
         (with_reward(name="format", pattern="("), "is not a regular expression"),
-        (with_reward(name="numeric", pattern="x"), "pattern is set, but not used with numeric: remove it, or choose format"),
+        (with_reward(name="numeric", pattern="x"), "pattern is set, but not used with numeric"),
         (with_reward(name="numerics"), "did you mean 'numeric'?"),
         (with_reward(name="numeric", weight=0.0), "weight is 0"),
         (with_reward(name="numeric", timeout_seconds=0.0), "timeout_seconds must be above 0"),

@@ -136,11 +136,11 @@ def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
     own = {"function": f"{tmp_path}/mine.py:mine"}
     for options, message in [
-        ({"name": "numeric", "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({"name": "countdown", "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({**own, "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({**own, "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({"name": "numeric", "per_step": True}, "name a function of your own, or step_numbers"),
+        ({"name": "numeric", "pattern": "a"}, "pattern is set, but not used with numeric: remove it, or choose format"),
+        ({"name": "countdown", "answer_column": "gold"}, "answer_column is set, but not used with countdown"),
+        ({**own, "pattern": "a"}, "pattern is set, but not used with function: remove it, or choose format"),
+        ({**own, "answer_column": "gold"}, "or choose numeric, digits, exact, math or step_numbers"),
+        ({"name": "numeric", "per_step": True}, "or choose function, model or step_numbers"),
     ]:
         with pytest.raises(ConfigError, match=message):
             build_grader([RewardConfig(**options)], ())
