@@ -31,10 +31,8 @@ from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.generator import RemoteGenerator
-from covey.llm.remote.group_transport import GroupOffer, GroupTransport, checksum
-from covey.llm.remote.probe import probe
-from covey.llm.remote.proof import Proof
-from covey.llm.remote.weights import FileTransport, gathered, give
+from covey.llm.remote.proof import Proof, probe
+from covey.llm.remote.weights import FileTransport, GroupOffer, GroupTransport, checksum, gathered, give
 from helpers.tiny_models import CHARACTERS
 from helpers.vllm_servers import (
     PYTHON,

@@ -16,7 +16,7 @@ from covey_vllm.transports import FileTransport, GlooTransport, allowed_folders
 from safetensors.torch import save, save_file
 from torch.distributed import TCPStore
 
-from covey.llm.remote.group_transport import make_group
+from covey.llm.remote.weights import make_group
 
 EXPECTED = Expected({"a.weight": (3, 2), "b.weight": (4,)}, torch.float32)
 SECONDS = 60

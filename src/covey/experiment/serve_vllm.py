@@ -23,10 +23,9 @@ from covey.llm.model.loading import LoadedModel, load_model, model_folder, resol
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
-from covey.llm.remote.probe import probe
-from covey.llm.remote.staging import dtype_name
+from covey.llm.remote.proof import probe
 from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
-from covey.llm.remote.weights import FileTransport, private_folder, private_folders
+from covey.llm.remote.weights import FileTransport, dtype_name, private_folder, private_folders
 from covey.runtime.cache import cache_folder
 
 TIMEOUT_SECONDS = 600.0  # of a request of the probe
