@@ -1,4 +1,4 @@
-"""Runs of every kind, killed anywhere and resumed: the same bits as an uninterrupted run, and the lock held until the kill."""
+"""Runs of every kind, killed anywhere and resumed: the bits of an uninterrupted run; the lock holds until a kill."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GATHERING = (
     "--evaluation.every 1 --patience 20 --checkpoint.best true --record.tokens true"
 )
 REFERENCE = (
-    "tiny.toml --kl-coefficient 0.1 --kl-estimator exact --adaptive-kl-target 0.01 --adaptive-kl-horizon 40 --kl-warmup-steps 2 "
-    "--importance-cap 2.0 --refresh-every 2 --checkpoint.every 3"
+    "tiny.toml --kl-coefficient 0.1 --kl-estimator exact --adaptive-kl-target 0.01 --adaptive-kl-horizon 40 "
+    "--kl-warmup-steps 2 --importance-cap 2.0 --refresh-every 2 --checkpoint.every 3"
 )
 CONTROL = {
     "steps": STEPS,
