@@ -39,7 +39,7 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update

@@ -166,8 +166,8 @@ def test_nothing_runs_code_from_data():
     found = [f"{name_of(path)}:{line} {what}" for path in FILES for line, what in unsafe(parse(path))]
     allowed = (
         "src/covey/llm/rewards/sandbox/harness.py:",  # runs a model's program; it is itself run in the sandbox alone
-        "src/covey/llm/conversation/python_environment.py:",  # copies a class of the running program ...
-        "src/covey/llm/conversation/environment_worker.py:",  # ... into a process that this program starts
+        "src/covey/llm/conversation/processes.py:",  # copies a class of the running program ...
+        "src/covey/llm/conversation/environment.py:",  # ... into a process that this program starts
     )
     assert [place for place in found if not place.startswith(allowed)] == []
     assert len(found) == len(allowed)
@@ -310,6 +310,5 @@ def test_paths_of_the_user_are_read_in_one_place():
     readers = {name_of(path) for path in FILES if "expanduser" in path.read_text(encoding="utf-8")}
     assert readers <= {
         "src/covey/config/files.py",
-        "src/covey/llm/rewards/worker.py",
-        "src/covey/llm/rewards/reward_call.py",
+        "src/covey/runtime/worker/child.py",
     }

@@ -13,7 +13,7 @@ from covey.llm.memory.estimate import critic_weights_of
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 from covey.runtime.distributed import exchange_json
-from covey.runtime.weights_choice import fits_replicated
+from covey.runtime.optimizer import fits_replicated
 
 
 def must_shard(config: RunConfig, team: Team) -> bool:

@@ -9,13 +9,13 @@ import pytest
 
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import check_rows
 from covey.data import EndReason
 from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.styles import ToolStyle
 from covey.llm.conversation.tool_calls import read_calls
 from covey.llm.conversation.tools import Tool, describe_tools
+from covey.llm.data.sft_examples import check_rows
 from covey.llm.generation.generator import Completion
 from covey.llm.model.chat import Chat
 from covey.llm.sft.encoding import ExampleEncoder

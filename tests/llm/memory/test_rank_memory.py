@@ -29,9 +29,8 @@ from covey.llm.memory.rank_memory import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import Alone, GradientTree
-from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.weights_choice import fits_replicated, replica_bytes
-from covey.train.shards import shard_rows
+from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
+from covey.train.gather import shard_rows
 
 FIELDS = {
     "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -11,11 +11,11 @@ import torch
 
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import check_rows, read_rows
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle, ToolStyle
 from covey.llm.conversation.tools import describe_tools
+from covey.llm.data.sft_examples import check_rows, read_rows
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy

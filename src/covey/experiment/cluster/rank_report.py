@@ -39,7 +39,7 @@ from covey.llm.memory.estimate import (
     shards_of_rank,
 )
 from covey.llm.memory.rank_memory import predict_sharded, rollout_bytes, without_sampling
-from covey.runtime.weights_choice import LARGEST_REPLICA, fits_replicated, replica_bytes
+from covey.runtime.optimizer import LARGEST_REPLICA, fits_replicated, replica_bytes
 
 REPLICATED, SHARDED, SHARDED_EXACT = "replicated", "FSDP2", "FSDP2, exact"
 MOST_RANKS = 4096

@@ -24,7 +24,7 @@ from torch import Tensor
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.token_sampling import sample_tokens
 from covey.llm.generation.truncation import WHOLE, Truncation
-from covey.llm.model.prefix_tree import shared_prompt_prefix
+from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
 

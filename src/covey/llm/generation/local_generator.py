@@ -26,7 +26,7 @@ from covey.llm.generation.generator import (
     Ready,
 )
 from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
-from covey.llm.model.prefix_tree import shared_prompt_prefix
+from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
 from covey.runtime.device import device_kind

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from covey.llm.model.adapted_layers import adapted_layers, base_of, joined_weights
+from covey.llm.model.lora import adapted_layers, base_of, joined_weights
 
 ROWS = 64  # number of rows for which oneDNN chooses the memory format; other numbers work too
 

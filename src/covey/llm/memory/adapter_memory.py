@@ -7,7 +7,7 @@ low-rank product for that of B.
 from __future__ import annotations
 
 from covey.config import RunConfig
-from covey.config.adapter_folder import resolved
+from covey.config.lora import resolved
 from covey.llm.memory.dimensions import Dimensions, LinearShape
 from covey.llm.model import fused_layers
 from covey.llm.model.lora import choose_targets

@@ -23,8 +23,8 @@ from covey.llm.memory.adapter_memory import (
     trained_parameters,
 )
 from covey.llm.memory.dimensions import Dimensions
-from covey.llm.model import exact_kl, fused_layers, hidden_states, logprobs, prefix_attention, recompute
-from covey.llm.model.microbatches import Row, split_rows
+from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
+from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
 
@@ -187,7 +187,7 @@ def activation_bytes(
         layer += prefix_attention.kept_bytes(heads, prompts, rows, prompt_tokens, fed, width)
         norm = transformers_layers.norm_bytes(size, size.hidden, width)
     angles = 2 * size.head_dim * width  # cosine and sine of a token's position, for all layers
-    decided = hidden_states.kept_bytes(rows * (fed + 1), size.hidden, width)
+    decided = logprobs.kept_bytes(rows * (fed + 1), size.hidden, width)
     layers = size.layers * layer
     if recomputed:
         first, further = (recompute.input_bytes(size.hidden, width, fused=fused and begun) for begun in (False, True))
@@ -211,8 +211,8 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
         *shape, native=device == "cpu", has_entropy_bonus=has_entropy_bonus, trains_head=trains_head
     )
     if config.loss.kl_estimator == "exact":
-        returned = exact_kl.returned_bytes(*shape, trains_head=trains_head)
-        needed = max(needed + returned, exact_kl.buffer_bytes(*shape, trains_head=trains_head))
+        returned = logprobs.exact_kl_returned_bytes(*shape, trains_head=trains_head)
+        needed = max(needed + returned, logprobs.exact_kl_bytes(*shape, trains_head=trains_head))
     return needed
 
 

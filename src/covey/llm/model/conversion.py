@@ -18,7 +18,7 @@ from covey.config import ConfigError
 from covey.config.faults import path_error
 from covey.config.files import make_folder, sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
-from covey.llm.memory.dimensions import read_gguf_config
+from covey.llm.model.foreign_files import read_gguf_config
 from covey.llm.model.pretrained import read_gguf
 from covey.runtime.cache import VARIABLE, cache_folder
 from covey.tracking.run_folder import give_usual_permissions

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError
@@ -82,3 +83,32 @@ def check_model_config(config: dict[str, Any], where: str) -> None:
         most = min((limit for pattern, limit in _LIMITS if pattern.search(key)), default=LARGEST_SIZE)
         if abs(value) > most:
             raise ConfigError(f"{where}: {name} is {value}, and no model has more than {most}")
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """The dimensions in a GGUF file's header, under the names of a `config.json`.
+
+    Raises:
+        ConfigError: if it is no GGUF file of a language model.
+    """
+    with reading(f"{path} is no GGUF file of a language model"):
+        return _config_of(GGUFReader(path), path)
+
+
+def _config_of(reader: GGUFReader, path: Path) -> dict[str, Any]:
+    kind = reader.fields["general.architecture"].contents()
+    names = {
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "context_length": "max_position_embeddings",
+    }
+    found = {ours: reader.get_field(f"{kind}.{theirs}") for theirs, ours in names.items()}
+    config: dict[str, Any] = {name: int(field.contents()) for name, field in found.items() if field is not None}
+    tensors = {tensor.name: tensor.shape for tensor in reader.tensors}
+    config["vocab_size"] = int(tensors["token_embd.weight"][1])
+    check_model_config(config, str(path))
+    return config | {"model_type": kind, "tie_word_embeddings": "output.weight" not in tensors}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.adapter_folder import read_adapter_config
+from covey.config.lora import read_adapter_config
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     MODEL_CONFIG_FILE,
@@ -23,9 +23,7 @@ from covey.config.model_sources import (
     Origin,
     locate_model,
 )
-from covey.llm.memory.dimensions import read_gguf_config
 from covey.llm.model.architecture import is_llama_like
-from covey.llm.model.base_identity import check_base, checksum_of_base
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.checks import check_forward, check_tokenizer, check_weights
 from covey.llm.model.conversion import converted, embedded_file
@@ -35,9 +33,9 @@ from covey.llm.model.folder import (
     check_tokenizer_files,
     read_weight_files,
 )
-from covey.llm.model.foreign_files import read_model_config
+from covey.llm.model.foreign_files import read_gguf_config, read_model_config
 from covey.llm.model.hub import cached_folder, download
-from covey.llm.model.lora import Adapter, add_adapter, merge_adapter
+from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter
 from covey.llm.model.pretrained import (
     build,
     check_causal,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import CodeFunctionsConfig, RewardConfig
-from covey.config.data_file import stable_hash
+from covey.llm.data.rows import stable_hash
 from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 ENTRY_POINT = "solve"

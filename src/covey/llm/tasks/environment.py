@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, EnvironmentTaskConfig, RewardConfig
-from covey.config.data_file import Data, Row, row_of, split, stable_hash
 from covey.data import Start
+from covey.llm.data.rows import Data, Row, row_of, split, stable_hash
 from covey.llm.tasks.dataset import PromptDataset
 from covey.llm.tasks.generated import checked
 
