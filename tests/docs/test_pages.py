@@ -20,8 +20,8 @@ from covey.cli.options import build_parser, parse
 from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
+from covey.config.rules import validate
 from covey.config.token_file import default_token_file, own_token
-from covey.config.validate import validate
 from helpers import size
 from helpers.pages import (
     EXAMPLES,

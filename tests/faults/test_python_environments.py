@@ -24,8 +24,8 @@ from covey import (
     UpdateConfig,
 )
 from covey.config.recipe import config_from_dict, read_tables
-from covey.config.validate import validate
-from covey.llm.conversation.python_environment import copied_environment
+from covey.config.rules import validate
+from covey.llm.conversation.processes import copied_environment
 from helpers import guessing
 from helpers.run_helpers import assert_same_run
 from helpers.tiny_models import tiny_folder

@@ -10,12 +10,12 @@ from typing import Any
 from covey.cli.numbers import number
 from covey.cli.truncation import truncation_of
 from covey.config import ConfigError, ConversationConfig, EvaluationConfig, RunConfig, SamplingConfig
-from covey.config.chat import check_stop
 from covey.config.fields import check_fields, check_text
+from covey.config.llm import check_stop
 from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_recipe
+from covey.config.rules import validate
 from covey.config.terminal import say
-from covey.config.validate import validate
 
 MAX_NEW_TOKENS = 64
 NO_ENVIRONMENT = "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import re
@@ -10,8 +9,9 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
+from covey.config.addresses import is_this_machine, parse_address
 from covey.config.common import ConfigError
 from covey.config.fields import missing_file
 from covey.config.files import parse_json, read_file, shortened, user_path
@@ -114,12 +114,7 @@ def _check_address(reward: Any, where: str) -> None:
     address = reward.judge
     if re.match(r"[^/]*/*[^/]*@", address):  # it may have a password, which no message may show
         raise _secret_in_address(where, "a user name")
-    try:
-        parts = urlsplit(address)
-        if parts.port == 0:  # the attribute raises ValueError too
-            raise ValueError("the port is 0")
-    except ValueError as error:
-        raise ConfigError(f"{where}: judge {shortened(address)} is no address ({error})") from None
+    parts, _ = parse_address(address, f"{where}: judge ")
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\\]", address):
         raise ConfigError(
             f"{where}: judge must be an address such as http://127.0.0.1:8000/v1 (is {shortened(_public(parts))})"
@@ -134,21 +129,6 @@ def _check_address(reward: Any, where: str) -> None:
     if remote and not reward.allow_remote:
         fix = "write 127.0.0.1" if host in ("0.0.0.0", "::") else "allow it with allow_remote = true"
         raise ConfigError(f"{where}: judge: {host} is another machine, which would receive prompts; {fix}")
-
-
-def is_this_machine(address: str) -> bool:
-    """True for a loopback address of IPv4 or IPv6. Raises ValueError for a name."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
-
-
-def is_local(host: str) -> bool:
-    """True for a loopback address and for "localhost"."""
-    try:
-        return is_this_machine(host)
-    except ValueError:
-        return host == "localhost"
 
 
 def _secret_in_address(where: str, what: str) -> ConfigError:

@@ -7,17 +7,15 @@ import warnings
 from dataclasses import fields
 from importlib.util import find_spec
 
-from covey.config import ConfigError, LossConfig, RewardConfig, RunConfig
-from covey.config.builtin_rewards import rewards_with
+from covey.config.builtin_rewards import rewards_with, step_rewards
+from covey.config.common import ConfigError
 from covey.config.fields import or_list
 from covey.config.files import shortened
 from covey.config.function_source import check_function_name
+from covey.config.llm import RunConfig
+from covey.config.rewards import RewardConfig
 from covey.config.validate_judge import check_judge
-from covey.config.validate_process import check_step_reward
 from covey.config.validate_reward_model import check_reward_model
-
-# Algorithms that divide by the standard deviation of a group. For the others, comparison and sum can be exchanged.
-DIVIDES_BY_GROUP_STD = ("grpo", "dapo", "gspo", "cispo")
 
 
 def check_rewards(config: RunConfig) -> None:
@@ -38,31 +36,6 @@ def check_rewards(config: RunConfig) -> None:
             )
     if sum(reward.score for reward in config.rewards) > 1:
         raise ConfigError("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
-
-
-def check_normalization(loss: LossConfig, algorithm: str) -> None:
-    """Refuse normalize_rewards = "each" where it changes nothing or where it would leave out a part of the reward.
-
-    Raises:
-        ConfigError: one line that names the field and the fix.
-    """
-    if loss.normalize_rewards == "sum":
-        return
-    if algorithm not in DIVIDES_BY_GROUP_STD:
-        raise ConfigError(
-            f'loss.normalize_rewards is "each", but {algorithm} does not divide by the deviation of a group: take it '
-            f"out, or choose {or_list(DIVIDES_BY_GROUP_STD)}"
-        )
-    if loss.credit != "outcome":
-        raise ConfigError(
-            f'loss.normalize_rewards is "each", which compares whole completions, but loss.credit is {loss.credit!r}: '
-            "set one of them to its default"
-        )
-    if loss.kl_estimator == "k1" and loss.kl_to == "reference" and loss.kl_coefficient != 0:
-        raise ConfigError(
-            'loss.normalize_rewards is "each", which normalises the rewards of [[rewards]], but kl_estimator = "k1" '
-            'puts the KL into their sum: set kl_estimator = "k3"'
-        )
 
 
 def check_reward(reward: RewardConfig, where: str) -> None:
@@ -91,7 +64,11 @@ def check_reward(reward: RewardConfig, where: str) -> None:
         check_function_name(reward.function, f"{where}: function")
     check_judge(reward, where)
     check_reward_model(reward, where)
-    check_step_reward(reward, where)
+    if reward.per_step and reward.built_in is not None and not reward.built_in.per_step:
+        raise ConfigError(
+            f"{where} has per_step = true, but {reward.name} pays whole completions: name a function of your own, or "
+            f"{or_list(step_rewards())}"
+        )
     if reward.binary and (reward.name or reward.model):
         raise ConfigError(f"{where} has binary = true, which is for functions of your own and judges: take it out")
     if reward.binary and reward.per_step:

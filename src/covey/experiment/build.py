@@ -32,7 +32,6 @@ from covey.config import (
     RunConfig,
     UpdateBase,
 )
-from covey.config.validate_entropy import entropy_factors
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
@@ -184,7 +183,7 @@ def build_entropy_control(name: str, loss: LossBase) -> EntropyControl:
         return NO_ENTROPY_CONTROL
     target, gain = loss.entropy_target, loss.entropy_gain
     by_bonus = loss.entropy_controller == "bonus"
-    low, high = (factor * (loss.entropy_coefficient if by_bonus else 1.0) for factor in entropy_factors(loss))
+    low, high = (factor * (loss.entropy_coefficient if by_bonus else 1.0) for factor in loss.entropy_factors)
 
     def rule(value: float, measured: float, rollouts: int) -> float:
         return schedules.adaptive_entropy_value(value, measured, target=target, gain=gain, low=low, high=high)

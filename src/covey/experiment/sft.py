@@ -30,8 +30,8 @@ from covey.config.files import read_json
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_dict, write_config
-from covey.config.sft import SAMPLES, SFT_ALGORITHM
-from covey.config.validate_sft import is_sampled, validate_sft
+from covey.config.rules import validate_sft
+from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import Batch
 from covey.experiment.advice import Launch
 from covey.experiment.build import build_checkpoints, build_optimizer

@@ -16,10 +16,10 @@ import pytest
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
-from covey.llm.rewards.worker import load_function
 from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
+from covey.runtime.worker.child import load_function
 from helpers.graded import group, rewards_of, start
-from helpers.mutants import PACKAGE
+from helpers.mutants import PACKAGES
 from helpers.pages import ROOT
 
 FIELDS = {field.name for field in fields(RewardConfig)}
@@ -63,7 +63,7 @@ def test_dry_run_finds_data_that_does_not_fit_the_reward():
 @pytest.mark.slow
 def test_the_worker_needs_neither_torch_nor_transformers():
     modules = {reward.function.partition(":")[0] for reward in BUILT_IN_REWARDS.values()}
-    imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
+    imports = f"import sys, covey.runtime.worker.child, {', '.join(sorted(modules))}"
     code = f"{imports}; print({{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
@@ -152,7 +152,9 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a built-in reward")[2].partition("\n## ")[0]
     file, line = re.findall(r"```python\n(.*?)```", section, re.S)
     name = re.search(r"`llm/rewards/(\w+)\.py`", section)[1]
-    package = shutil.copytree(PACKAGE, tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+    package = shutil.copytree(
+        PACKAGES["covey"] / "covey", tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (package / "llm" / "rewards" / f"{name}.py").write_text(file)
     table = package / "config" / "builtin_rewards.py"
     before, opening, after = table.read_text().partition("BUILT_IN_REWARDS: dict[str, BuiltInReward] = {\n")

@@ -21,8 +21,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.config import ConfigError, RewardConfig
+from covey.config.addresses import is_this_machine
 from covey.config.recipe import read_recipe
-from covey.config.validate_judge import is_this_machine
 from covey.config.validate_rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
@@ -30,7 +30,7 @@ from covey.llm.rewards import judge_client
 from covey.llm.rewards.judge import CLIENT
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
-from covey.llm.rewards.pool import RewardPool
+from covey.llm.rewards.runner import RewardPool
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -692,8 +692,8 @@ GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "j
         ({"judge": "127.0.0.1:8000"}, "must be an address such as http://"),
         ({"judge": "ftp://127.0.0.1"}, "must be an address such as http://"),
         ({"judge": "http://"}, "must be an address such as http://"),
-        ({"judge": "http://127.0.0.1:port"}, "is no address"),
-        ({"judge": "http://[::1"}, "is no address"),
+        ({"judge": "http://127.0.0.1:port"}, "is not an address"),
+        ({"judge": "http://[::1"}, "is not an address"),
         ({"judge": f"http://me:{TOKEN}@127.0.0.1/v1"}, "has a user name; an access token belongs in a file"),
         ({"judge": f"ftp://me:{TOKEN}@127.0.0.1/v1?key={TOKEN}"}, "has a user name"),
         ({"judge": f"ftp://127.0.0.1/v1?key={TOKEN}"}, "must be an address"),

@@ -1,4 +1,4 @@
-"""Base of adapters: environments that stand for one of another library (`environments/`).
+"""Base of adapters: environments that stand for one of another library (`extras/covey_environments`).
 
 An adapter gets whole turns of the model, with their calls of tools, because its library decides which tools there are,
 and when a conversation is over. This file imports the standard library only, as the process of an environment does.

@@ -8,26 +8,68 @@ Both styles may have `reset(**columns)`, called once with the columns of the dat
 which follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
 `close()` is called after a conversation that did not fail.
 
-This file imports the standard library only, so that the process of an environment starts in milliseconds.
+The functions below `begin` run in the process of environments (`covey.runtime.worker`). The file of the environment is
+imported once, or a class of a Python program read, and an adapter is prepared, before the process forks for every
+conversation, so that no conversation sees what another one changed. Global random generators are seeded before each
+conversation, so that an environment that uses them is repeatable.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
 import json
 import math
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from covey.llm.conversation.adapter import Adapter, WrongEnvironment
-from covey.llm.rewards.reward_call import one_line, shown
+from covey.runtime.worker.child import Answer, InvalidResult, load_function, one_line, shown
 
 LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
 MOST_ATTRIBUTES = 100
 _NOT_CALLED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
+
+
+def begin(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], Answer]]:
+    """The service of a worker: the style of the environment, and what makes one from a seed."""
+    kind: Any
+    tools = None
+    if setup["copied"]:
+        kind, tools = pickle.loads(base64.b64decode(setup["copied"]))  # of the run itself
+    else:
+        kind = load_function(setup["load"])
+    options = setup["options"]
+    try:
+        check_options(kind, options)
+        style = style_of(kind) if isinstance(kind, type) else ""
+        if style == "respond":
+            kind.prepare(**options)  # an adapter has it
+    except WrongEnvironment as error:
+        raise InvalidResult(str(error)) from None
+
+    def make(seed: int) -> Answer:
+        _seed(seed)
+        return HostedEnvironment(partial(kind, **options), setup["reply_characters"], tools).answer
+
+    return {"style": style}, make
+
+
+def _seed(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, if they are loaded."""
+    random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    if torch is not None:
+        torch.manual_seed(seed % 2**63)
 
 
 def style_of(kind: Any) -> str:

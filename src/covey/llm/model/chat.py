@@ -9,7 +9,6 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from covey.config import ChatConfig, ConfigError
-from covey.config.chat import template_options
 from covey.llm.conversation.tool_calls import ToolCall, given_calls
 from covey.llm.model.chat_templates import TemplateFailed, render
 
@@ -52,7 +51,7 @@ class Chat:
         self.end_ids = end_ids
         self.embedded = embedded
         self.config = config
-        self._template_options = template_options(config)
+        self._template_options = config.assigned_options
         self._call_writers: dict[str, bool] = {}
 
     @property

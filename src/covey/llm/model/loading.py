@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.adapter_folder import read_adapter_config
+from covey.config.lora import read_adapter_config
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     MODEL_CONFIG_FILE,

@@ -2,7 +2,6 @@
 
 wire        the routes and their bodies; answers from outside are parsed strictly
 client      one server over HTTP
-event_loop  requests in the background
 fleet       the servers of a run: which have the current weights
 weights     gives the policy's weights to servers, as a file or over a process group, and verifies them there
 proof       the sampler's log-probabilities against the trainer's

@@ -15,12 +15,10 @@ from covey.config.validate_rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.judge import Judge
-from covey.llm.rewards.one_by_one import OneByOne
 from covey.llm.rewards.overlong import overlong
-from covey.llm.rewards.pool import RewardPool
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.runner import InProcess, RewardRunner
-from covey.llm.rewards.worker import load_function
+from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
+from covey.runtime.worker.child import load_function
 
 LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
@@ -114,7 +112,9 @@ class WeightedReward:
 
     def start(self, groups: Sequence[Group]) -> Future[Results] | None:
         """Start a call for all rollouts of `groups` in the background, if the function runs outside this process."""
-        return self.caller.start(*self._call(groups, self.timeout_seconds)) if any(_gradable(groups)) else None
+        if not self.caller.early or not any(_gradable(groups)):
+            return None
+        return self.caller.start(*self._call(groups, self.timeout_seconds))
 
     def _call(self, groups: Sequence[Group], seconds: float) -> tuple[dict[str, Any], int, float, list[int] | None]:
         """The arguments of `RewardRunner.call`."""
