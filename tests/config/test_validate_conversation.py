@@ -21,6 +21,7 @@ from covey.config import (
 )
 from covey.config.conversation import ADAPTERS, installed_environments
 from covey.config.named_code import named_code
+from covey.config.named_modules import entry_points_of
 from covey.config.rules import validate
 from helpers import guessing
 
@@ -116,7 +117,7 @@ def test_other_packages_have_environments_by_entry_points(monkeypatch, tmp_path)
         (tmp_path / folder / f"{name}_module.py").touch()
         (made / "RECORD").write_text(f"{name}_module.py,,\n")
         monkeypatch.syspath_prepend(str(tmp_path / folder))
-    installed_environments.cache_clear()
+    entry_points_of.cache_clear()
     try:
         cards = replace(GOOD, conversation=ConversationConfig(environment="cards"))
         validate(cards)
@@ -125,4 +126,4 @@ def test_other_packages_have_environments_by_entry_points(monkeypatch, tmp_path)
         with pytest.raises(ConfigError, match=r"there is no environment 'calculator_2' .*, verifiers, cards, and"):
             validate(replace(GOOD, conversation=ConversationConfig(environment="calculator_2")))
     finally:
-        installed_environments.cache_clear()
+        entry_points_of.cache_clear()

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this file is also run as a
 from helpers import rotation
 
 TESTS = Path(__file__).parents[1]
-PACKAGES = {"covey": TESTS.parent / "src", "covey_environments": TESTS.parent / "extras" / "covey_environments" / "src"}
+EXTRAS = TESTS.parent / "extras"
+PACKAGES = {"covey": TESTS.parent / "src"} | {path.name: path / "src" for path in sorted(EXTRAS.glob("covey_*"))}
 UNCHANGED = "unchanged"
 FAILED = "failed_tests"
 IMPORTED = "imported_modules"
@@ -162,7 +163,8 @@ def _all_but_code(folder: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if not name.endswith((".py", ".cpp", ".h")) and (name == "__pycache__" or Path(folder, name).is_file())
+        if not name.endswith((".py", ".cpp", ".h", ".html", ".js", ".css", ".svg"))
+        and (name == "__pycache__" or Path(folder, name).is_file())
     ]
 
 

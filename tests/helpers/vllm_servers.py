@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
-from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
 from covey.llm.remote.weights import FileTransport, Transport, gathered, give
+from covey_vllm.launcher import VllmProcess, VllmSettings
 from helpers.tiny_models import CHARACTERS, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]

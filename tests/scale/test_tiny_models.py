@@ -343,7 +343,7 @@ def test_v11_a_killed_worker_loses_no_group(tied, tied_folder, scratch):
 PARENT = """
 import sys, time
 from pathlib import Path
-from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
+from covey_vllm.launcher import VllmProcess, VllmSettings
 from helpers.vllm_servers import PYTHON
 folder, scratch = map(Path, sys.argv[1:])
 settings = VllmSettings(PYTHON, folder, "127.0.0.1", 8935, scratch / "token", [scratch], "fp32", eager=True)

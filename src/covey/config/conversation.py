@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, partial
-from importlib.metadata import entry_points
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError, Table, config_field
 from covey.config.fields import did_you_mean
 from covey.config.function_source import check_function_name
-from covey.config.named_modules import find_module, is_installed
-
-ENTRY_POINTS = "covey.environments"  # group of the environments of other packages: name in a recipe = module:Class
+from covey.config.named_modules import entry_points_of, find_module
 
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "calculator": "covey.llm.conversation.environments.calculator:Calculator",
@@ -29,15 +25,9 @@ ADAPTERS: dict[str, str] = {"gymnasium": "gymnasium", "openenv": "websockets", "
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
 
 
-@cache  # the lists of all packages are read
 def installed_environments() -> dict[str, str]:
-    """Name in a recipe -> module:Class, of installed packages; what the working folder claims to be one does not
-    count."""
-    return {
-        point.name: point.value
-        for point in entry_points(group=ENTRY_POINTS)
-        if point.dist is not None and is_installed(Path(str(point.dist.locate_file(""))))
-    }
+    """Name in a recipe -> module:Class, of the environments that other packages have."""
+    return entry_points_of("covey.environments")
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,9 @@ class ConversationConfig(Table):
     def source(self) -> str:
         """The class of the environment as file.py:Class or module:Class; an unknown name as it is."""
         name = self.environment
-        return name if ":" in name else (BUILT_IN_ENVIRONMENTS | installed_environments()).get(name, name)
+        if ":" in name or name in BUILT_IN_ENVIRONMENTS:
+            return BUILT_IN_ENVIRONMENTS.get(name, name)
+        return installed_environments().get(name, name)
 
     @property
     def given_in_python(self) -> str:

@@ -15,8 +15,8 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError, RunError
-from covey.llm.remote import vllm_launcher
-from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
+from covey_vllm import launcher
+from covey_vllm.launcher import VllmProcess, VllmSettings
 from helpers.tiny_models import tiny_folder
 
 SECRET = "not-to-be-seen"
@@ -90,9 +90,15 @@ def test_a_server_that_ends_is_one_line(settings, tmp_path):
             process.wait()
 
 
+def test_without_the_package_the_command_names_it(monkeypatch, capsys):
+    monkeypatch.setattr("covey.cli.serve.entry_points_of", lambda group: {})
+    assert main(["serve", "smollm2-135m", "--vllm"]) == 2
+    assert 'needs the package covey-vllm here, beside covey: pip install "covey[vllm]"' in capsys.readouterr().err
+
+
 def test_the_server_and_its_workers_are_ended(settings, tmp_path, monkeypatch):
     """Also if they ignore SIGTERM."""
-    monkeypatch.setattr(vllm_launcher, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "STOP_SECONDS", 0.2)
     interpreter(tmp_path, f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/worker; echo up; wait")
     with VllmProcess(settings, tmp_path / "log") as process:
         process.wait_until(lambda: "up" in process.log.read_text(), print)
