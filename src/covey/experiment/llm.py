@@ -45,12 +45,12 @@ from covey.experiment.llm_components import (
 from covey.experiment.problem import Problem, build_problem, fit_prompts
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
-from covey.llm.model.minimum_length import MinimumLength
+from covey.llm.model.logprobs import MinimumLength
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
