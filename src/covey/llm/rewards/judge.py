@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from covey.config import RewardConfig
+from covey.config.addresses import endpoint
 from covey.config.files import user_path
-from covey.config.validate_judge import endpoint, question_of, request_fields, words_of
 from covey.llm.rewards.judge_client import JudgeSettings
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner, in_thread
@@ -38,12 +38,12 @@ class Judge(RewardRunner):
         Raises:
             ConfigError: if the template cannot be read.
         """
-        self.template = question_of(config)
+        self.template = config.judge_question
         low, high = config.judge_range
-        words = words_of(config)
+        words = config.judge_scores
         self.settings = JudgeSettings(
             address=endpoint(config.judge),
-            request=request_fields(config),
+            request=config.judge_body,
             score={
                 "low": low, "high": high, "pattern": config.judge_pattern, "field": config.judge_field, "words": words,
             },
