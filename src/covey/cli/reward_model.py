@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RunConfig
-from covey.config.data_file import read_data
 from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.recipe import parse_value, read_recipe
-from covey.config.reward_data import read_examples
 from covey.config.reward_models import RewardModelConfig, check_training, reward_model_fault
 from covey.config.terminal import say
+from covey.llm.data.reward_examples import read_examples
+from covey.llm.data.rows import read_data
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_new_file, next_run_dir
 

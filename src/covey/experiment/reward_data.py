@@ -61,8 +61,8 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
 
     Args:
         config: task, verifier, model, sampling limits, step boundary, seed and machine are used.
-        output: JSONL file, which does not exist yet, in the format of `covey.config.reward_data`; steps also have the
-            columns of the prompt and both estimates. An interrupted call with the same arguments is continued.
+        output: JSONL file, which does not exist yet, in the format of `covey.llm.data.reward_examples`; steps also have
+            the columns of the prompt and both estimates. An interrupted call with the same arguments is continued.
 
     Raises:
         ConfigError: if the config has no reward that is 1 or 0; if the completer has another tokenizer; for the first

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.data_file import hold_out, without_held_out
 from covey.config.faults import faults_of
 from covey.config.fields import command, plural
 from covey.config.files import read_json, user_path
-from covey.config.reward_data import Example, read_examples
 from covey.config.reward_models import (
     TRAINING_FILE,
     RewardModelConfig,
@@ -34,6 +32,8 @@ from covey.config.reward_models import (
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.resuming import load_newest
 from covey.experiment.reward_model_folder import RELIABILITY_FILE, RewardModelFolder
+from covey.llm.data.reward_examples import Example, read_examples
+from covey.llm.data.rows import hold_out, without_held_out
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (

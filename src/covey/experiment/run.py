@@ -21,8 +21,8 @@ from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.inputs import input_checksums
 from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.rules import validate
 from covey.config.sft import SFT_ALGORITHM
-from covey.config.validate import validate
 from covey.data import Observer, Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch

@@ -30,9 +30,8 @@ from covey.config.files import read_json
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_dict, write_config
-from covey.config.sft import SAMPLES, SFT_ALGORITHM
-from covey.config.sft_data import Examples
-from covey.config.validate_sft import is_sampled, validate_sft
+from covey.config.rules import validate_sft
+from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import Batch
 from covey.experiment.advice import Launch
 from covey.experiment.build import build_checkpoints, build_optimizer
@@ -41,6 +40,7 @@ from covey.experiment.llm import Machine, build_machine
 from covey.experiment.problem import rendered_notes
 from covey.experiment.resuming import load_newest
 from covey.experiment.sft_samples import examples_of_run, sampled_examples
+from covey.llm.data.sft_examples import Examples
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers
@@ -50,7 +50,7 @@ from covey.llm.sft.samples import read_back, tokens_of, written
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import differences, environment, peak_memory_bytes
 from covey.runtime.interrupts import set_last_words, stop_requests
-from covey.runtime.learning_rate import learning_rate_schedule
+from covey.runtime.optimizer import learning_rate_schedule
 from covey.tracking.console import Display
 from covey.tracking.output import outlasting_output
 from covey.tracking.run_folder import EXAMPLES_FILE, ORIGIN_FILE, holds_run, write_atomically, write_folders

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RunConfig
-from covey.config.data_file import hold_out
 from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.recipe import config_from_dict
@@ -16,6 +15,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import Machine, load_policy
 from covey.experiment.problem import fit_prompts, opened_problem
+from covey.llm.data.rows import hold_out
 from covey.llm.model.loading import load_chat
 from covey.llm.sampler import LanguageSampler
 from covey.llm.sft.encoding import longest_example

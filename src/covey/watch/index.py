@@ -110,10 +110,8 @@ def update(run_dir: Path, path: Path, *, texts: bool = False) -> Iterator[None]:
         OSError, sqlite3.Error: if the index cannot be written.
     """
     make_folder(path.parent)
-    with open(path.with_suffix(".lock"), "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with _writing(path) as is_alone:
+        if not is_alone:
             return
         try:
             yield from _update(run_dir, path, texts)
@@ -122,6 +120,18 @@ def update(run_dir: Path, path: Path, *, texts: bool = False) -> Iterator[None]:
                 raise
             _delete(path)
             yield from _update(run_dir, path, texts)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[bool]:
+    """Context manager: True if this process alone may write the index, False if another one does."""
+    with open(path.with_suffix(".lock"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _delete(path: Path) -> None:
@@ -263,5 +273,7 @@ def delete_unused(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob("*.sqlite"):
             if time.time() - path.stat().st_mtime > UNUSED_DAYS * 86400:
-                _delete(path)
-                path.with_suffix(".lock").unlink(missing_ok=True)
+                with _writing(path) as is_alone:
+                    if is_alone:  # the file of an index that is being written may be old: new rows are in its journal
+                        _delete(path)
+                        path.with_suffix(".lock").unlink(missing_ok=True)

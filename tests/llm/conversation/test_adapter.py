@@ -8,18 +8,17 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem
 from covey.llm.conversation.adapter import WrongEnvironment, function_schema
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
+from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import RespondStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import ToolCall, write_calls
 from covey.llm.conversation.tools import Tool, ToolError, check_call
-from covey.llm.conversation.workers import EnvironmentProcesses
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
@@ -39,7 +38,7 @@ def answered(hosted: HostedEnvironment, **request: object) -> dict[str, object]:
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "mistral", "smollm"])
 def test_results_of_calls_come_before_the_text_of_the_adapter(name: str) -> None:
     chat = chat_of(name)
-    style = RespondStyle(chat, PRICES)
+    style = Style(chat, "respond", PRICES)
     hosted = HostedEnvironment(Shop, 100)
     calls = [ToolCall("price", {"item": "cup"}), ToolCall("price", {"item": 3}), ToolCall("price", {"item": "pen"})]
     turn = style.read(chat.encode_text(write_calls(calls, style.format)))
@@ -60,7 +59,7 @@ def test_results_of_calls_come_before_the_text_of_the_adapter(name: str) -> None
 
 def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alone_does_not() -> None:
     chat = chat_of("qwen2.5")
-    style = RespondStyle(chat, PRICES)
+    style = Style(chat, "respond", PRICES)
     turn = style.read(chat.encode_text("bye"))
     assert turn.request == {"do": "respond", "message": "bye", "calls": []}
     answer = style.take(turn, HostedEnvironment(Shop, 100).answer(turn.request))
@@ -72,7 +71,7 @@ def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alon
 
 def test_without_tools_no_call_is_looked_for() -> None:
     chat = chat_of("qwen2.5")
-    style = RespondStyle(chat, [])
+    style = Style(chat, "respond", [])
     text = write_calls([ToolCall("price", {})], "hermes")
     turn = style.read(chat.encode_text(text))
     assert turn.request == {"do": "respond", "message": text, "calls": []}
@@ -164,10 +163,10 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
 def test_conversations_of_a_model_with_an_adapter() -> None:
     chat = tiny_chat()
     options = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
-    environments = EnvironmentProcesses(BUILT_IN_ENVIRONMENTS["gymnasium"], 60.0, 100, options)
+    environments = EnvironmentProcesses("covey_environments.gymnasium:Gymnasium", 60.0, 100, options)
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
-        environments=environments, style=RespondStyle(chat, []),
+        environments=environments, style=Style(chat, "respond", []),
     )  # fmt: skip
     [group] = sampler.sample([Start(0, "Walk.", {"seed": 1})], 3, step=1)
     environments.close()
@@ -181,5 +180,5 @@ def test_conversations_of_a_model_with_an_adapter() -> None:
 
 
 def test_a_small_model_is_told_of_the_tools() -> None:
-    style = RespondStyle(tiny_chat(), PRICES)
+    style = Style(tiny_chat(), "respond", PRICES)
     assert "price" in style.chat.tokenizer.decode(list(style.encode([{"role": "user", "content": "u"}])))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.reward_data import Example, Graded, Pair, Steps
 from covey.data import Group
+from covey.llm.data.reward_examples import Example, Graded, Pair, Steps
 from covey.llm.reward_models.graded_groups import (
     GradeSource,
     PairSource,

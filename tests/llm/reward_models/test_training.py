@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError, RunError
-from covey.config.data_file import hold_out
-from covey.config.reward_data import Example, Graded, Pair, Steps, read_examples
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
+from covey.llm.data.reward_examples import Example, Graded, Pair, Steps, read_examples
+from covey.llm.data.rows import hold_out
 from covey.llm.reward_models.evaluation import evaluate
 from covey.llm.reward_models.examples import EncodedExample, choose_objective, encode_examples, kind_of_examples
 from covey.llm.reward_models.model import as_batch

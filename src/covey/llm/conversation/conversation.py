@@ -10,12 +10,13 @@ from typing import Any
 from covey.config import ConfigError
 from covey.data import EndReason, Rollout
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.processes import Reply, Session
 from covey.llm.conversation.styles import Answer, Style
-from covey.llm.conversation.workers import EnvironmentFailed, Reply, Session
 from covey.llm.generation.generator import Completion
 from covey.llm.generation.turns import Continuation
 from covey.llm.model.chat import Message
-from covey.llm.rewards.reward_call import one_line
+from covey.runtime.worker.child import one_line
+from covey.runtime.worker.process import CallError
 
 FAILED = "its environment failed: "
 
@@ -59,7 +60,7 @@ class Conversation:
         """Set the prompt, after which the first observation follows."""
         try:
             self.observation = reset.result()["text"] or ""
-        except EnvironmentFailed as error:
+        except CallError as error:
             self.failure = f"{FAILED}{error}"
         self.prompt = first_messages(prompt, self.observation)
 
@@ -76,34 +77,29 @@ class Conversation:
         self.messages.append(turn.message)
         self.turn_rewards.append(0.0)
 
-        def take(reply: Reply) -> None:
+        def take(reply: Future[Reply]) -> None:
             try:
-                answered.set_result(self._continue(self.style.take(turn, reply), completion, ended=ended))
+                follows = self._continue(self.style.take(turn, reply.result()), completion, ended=ended)
+            except CallError as error:
+                follows, self.failure = None, f"{FAILED}{error}"
             except Exception as error:  # in the thread of the environments, where nobody would see it
                 known = isinstance(error, (ReplyNotEncodable, ConfigError))
-                self.failure = f"a reply of its environment {error if known else one_line(error)}"
-                answered.set_result(None)
+                follows, self.failure = None, f"a reply of its environment {error if known else one_line(error)}"
+            answered.set_result(follows)
 
         if turn.request is None:
-            take({})
-            return answered
-
-        def receive(future: Future[Reply]) -> None:
-            error = future.exception()
-            if error is None:
-                take(future.result())
-                return
-            self.failure = f"{FAILED}{error}"
-            answered.set_result(None)
-
-        self.session.ask(turn.request).add_done_callback(receive)
+            nothing: Future[Reply] = Future()
+            nothing.set_result({})
+            take(nothing)
+        else:
+            self.session.ask(turn.request).add_done_callback(take)
         return answered
 
     def finish(self, end: Future[Reply]) -> None:
         """Take the environment's attributes, and its own reward if it is paid at the end."""
         try:
             reply = end.result()
-        except EnvironmentFailed as error:
+        except CallError as error:
             self.failure = self.failure or f"{FAILED}{error}"
             return
         self._attributes = reply["attributes"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGUFReader
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
@@ -16,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from covey.config import ConfigError
 from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
-from covey.llm.generation.prepacked_linear import linear_layers
+from covey.llm.generation.packed_layers import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
-from covey.llm.model.folder import check_config
-from covey.llm.model.foreign_files import check_model_config, read_model_config, reading
+from covey.llm.model.files import check_config, read_model_config, reading
+from covey.llm.model.gguf import read_gguf_config
 from covey.llm.model.lora import adaptable_paths
 from covey.llm.model.pretrained import config_of, skeleton
 
@@ -79,13 +78,6 @@ class Dimensions:
     def key_value(self) -> int:
         """Width of all keys of a token, and of all values."""
         return self.kv_heads * self.head_dim
-
-
-def read_gguf_license(file: Path) -> str:
-    """The licence that a GGUF file declares; empty if it declares none."""
-    with reading(f"model {file}: the GGUF file cannot be read"):
-        field = GGUFReader(file).get_field("general.license")
-        return "" if field is None else str(field.contents())
 
 
 def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
@@ -187,32 +179,3 @@ def _cached_config(name: str) -> dict[str, Any] | None:
     except HFValidationError:
         return None
     return read_model_config(Path(cached)) if isinstance(cached, (str, os.PathLike)) else None
-
-
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The dimensions in a GGUF file's header, under the names of a `config.json`.
-
-    Raises:
-        ConfigError: if it is no GGUF file of a language model.
-    """
-    with reading(f"{path} is no GGUF file of a language model"):
-        return _config_of(GGUFReader(path), path)
-
-
-def _config_of(reader: GGUFReader, path: Path) -> dict[str, Any]:
-    kind = reader.fields["general.architecture"].contents()
-    names = {
-        "embedding_length": "hidden_size",
-        "block_count": "num_hidden_layers",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim",
-        "context_length": "max_position_embeddings",
-    }
-    found = {ours: reader.get_field(f"{kind}.{theirs}") for theirs, ours in names.items()}
-    config: dict[str, Any] = {name: int(field.contents()) for name, field in found.items() if field is not None}
-    tensors = {tensor.name: tensor.shape for tensor in reader.tensors}
-    config["vocab_size"] = int(tensors["token_embd.weight"][1])
-    check_model_config(config, str(path))
-    return config | {"model_type": kind, "tie_word_embeddings": "output.weight" not in tensors}

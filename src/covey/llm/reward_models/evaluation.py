@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from covey.config import RunError
-from covey.config.reward_data import Graded, Pair, Steps
 from covey.core.calibration import Reliability, auc, reliability
 from covey.core.reward_model_losses import aggregate
+from covey.llm.data.reward_examples import Graded, Pair, Steps
 from covey.llm.reward_models.examples import EncodedExample, Objective
 from covey.llm.reward_models.model import RewardModel
 

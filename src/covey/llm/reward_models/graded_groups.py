@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from covey.config.reward_data import Example, Graded, Messages, Pair, Steps
 from covey.data import Group, Rollout, Start
+from covey.llm.data.reward_examples import Example, Graded, Messages, Pair, Steps
 from covey.llm.reward_models.continuation_labels import StepLabeller
 from covey.llm.reward_models.examples import GradeObjective, Objective, PairObjective, StepObjective
 from covey.runtime.rng import SELECTING, permutation

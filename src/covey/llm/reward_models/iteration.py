@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from covey.config import ConfigError, IterationConfig
-from covey.config.reward_data import Example
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
 from covey.data import Group, StepRecord
+from covey.llm.data.reward_examples import Example
 from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions

@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.arrow_file import rows_as_written
 from covey.config.files import parse_json
 from covey.config.named_modules import search_path
-from covey.llm.rewards.worker import load_function
+from covey.llm.data.arrow import rows_as_written
+from covey.runtime.worker.child import load_function
 
 
 def read_function(name: str) -> list[tuple[str, dict[str, Any]]]:

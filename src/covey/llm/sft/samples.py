@@ -21,8 +21,8 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.config.sft import SFTConfig
-from covey.config.sft_data import Example
 from covey.data import Group, Rollout
+from covey.llm.data.sft_examples import Example
 from covey.llm.sampler import GivenPrompt
 from covey.llm.sft.encoding import EncodedExample
 from covey.tracking.records import encode

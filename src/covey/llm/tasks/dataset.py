@@ -8,11 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig
-from covey.config.arrow_file import rows_as_written
-from covey.config.data_file import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.config.fields import plural
-from covey.config.validate import check_task
 from covey.data import Start
+from covey.llm.data.arrow import rows_as_written
+from covey.llm.data.rows import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
 from covey.llm.tasks.generated import checked
 from covey.llm.tasks.prompt_limit import PromptLimit
 
@@ -40,7 +39,7 @@ class PromptDataset:
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of DatasetConfig."""
         self.config = config = checked(DatasetConfig, fields)
-        check_task(config)
+        config.check()
         self._take(read_data(config))
 
     def _take(self, data: Data) -> None:

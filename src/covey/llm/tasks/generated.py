@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.data_file import stable_hash
 from covey.config.fields import check_fields
 from covey.data import Start
+from covey.llm.data.rows import stable_hash
 
 Config = TypeVar("Config")
 

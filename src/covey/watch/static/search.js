@@ -7,12 +7,14 @@ import { line } from "./plain_text.js";
 import { router } from "./router.js";
 
 const PAGE = 50;
+const AGAIN = 1000; // milliseconds between two looks while steps are not read yet
 const FILTERS = [["", "newest"], ["best", "best"], ["worst", "worst"], ["truncated", "truncated"], ["failed", "failed rewards"], ["no_signal", "groups without signal"]];
 
 export class Search {
   constructor(detail, announce) {
     Object.assign(this, { detail, announce, words: vocabulary(detail), only: latest() });
-    this.filters = segmented("Which rollouts", FILTERS, "", (filter) => this.change({ filter: filter || null }));
+    const filters = FILTERS.map(([key, label]) => [key, key === "truncated" ? this.words.cut : label]);
+    this.filters = segmented("Which rollouts", filters, "", (filter) => this.change({ filter: filter || null }));
     this.text = h("input", { type: "search", placeholder: this.words.language ? "Text in completion or prompt" : "Text", "aria-label": "Search text", "aria-keyshortcuts": "/" });
     const typed = debounce(250, () => this.change({ text: this.text.value || null }));
     this.text.addEventListener("input", typed);
@@ -45,13 +47,18 @@ export class Search {
     const answer = await this.only((signal) => api.rollouts(this.detail.id, { filter, text, first, last, offset, limit: PAGE }, signal));
     if (!answer) return;
     this.el.removeAttribute("aria-busy");
+    clearTimeout(this.again);
+    if (isUnread(answer.index)) this.again = setTimeout(() => this.el.isConnected && this.update({ params: this.params }), AGAIN);
+    const written = JSON.stringify([params, answer]);
+    if (written === this.written) return; // the same as shown, where a selection stays
+    this.written = written;
     this.draw(answer, Number(offset) || 0, text);
   }
 
   draw({ rollouts, total, next_offset: next, index }, offset, text) {
     const shown = rollouts.length ? `${whole(offset + 1)}\u2013${whole(offset + rollouts.length)}` : "none";
     const of = total === null || total === undefined ? (next === null ? "" : " of more") : ` of ${whole(total)}`;
-    const reading = index && index.state !== "ready" && index.files > index.indexed ? ` \u00b7 ${count(index.files - index.indexed, "step")} not read yet` : "";
+    const reading = isUnread(index) ? ` \u00b7 ${count(index.files - index.indexed, "step")} not read yet` : "";
     say(this.status, rollouts.length ? `Rollouts ${shown}${of}${reading}` : `No rollout matches${reading}.`);
     put(this.list, rollouts.map((rollout) => this.row(rollout, text)));
     const link = (to, label) => h("a", { class: "button", href: router.link({ params: { offset: to || null } }) }, label);
@@ -65,7 +72,7 @@ export class Search {
       h("span", { class: "hit-place" }, `step ${whole(rollout.step)} \u00b7 group ${rollout.group} \u00b7 ${rollout.index + 1}`),
       h("span", { class: "hit-reward" }, rollout.failed ? "failed" : number(rollout.reward)),
       h("span", { class: "hit-advantage", data: { sign: rollout.advantage > 0 ? "plus" : rollout.advantage < 0 ? "minus" : "none" } }, rollout.advantage === null || rollout.advantage === undefined ? "" : signed(rollout.advantage)),
-      h("span", { class: "hit-flags" }, rollout.truncated && h("span", { class: "chip warn" }, "cut"), !rollout.signal && h("span", { class: "chip" }, "no signal"), count(rollout.decisions ?? 0, this.words.decision)),
+      h("span", { class: "hit-flags" }, rollout.truncated && h("span", { class: this.words.language ? "chip warn" : "chip" }, this.words.cut), !rollout.signal && h("span", { class: "chip" }, "no signal"), count(rollout.decisions ?? 0, this.words.decision)),
       h("span", { class: "hit-prompt" }, line(rollout.prompt, { find: text, length: 110 })),
       h("span", { class: "hit-text" }, rollout.text_from ? "\u2026" : "", line(rollout.text, { find: text, length: 240 }))));
   }
@@ -74,6 +81,7 @@ export class Search {
     Object.assign(this.detail, detail);
     if (this.newer) return;
     this.newer = true;
+    this.written = null; // so that the next answer is drawn, without this note
     const again = h("button", { type: "button", class: "plain", on: { click: () => this.update({ params: this.params }) } }, "Show them");
     this.status.append(" \u00b7 the run has new rollouts ", again);
   }
@@ -86,3 +94,6 @@ export class Search {
     return this.text;
   }
 }
+
+// True while rollouts of some steps are missing in the index, which the server goes on reading.
+const isUnread = (index) => index && index.state !== "ready" && index.files > index.indexed;
