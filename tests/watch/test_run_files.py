@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from covey.config.plain_files import Refused, TooLarge
 from covey.tracking import metric_table
 from covey.tracking.metric_table import MetricTable
-from covey.tracking.plain_files import Refused, TooLarge
 from covey.watch.answers import Answers, NotFound
 from covey.watch.events import Events
 from covey.watch.files import open_recording

@@ -42,6 +42,7 @@ from covey.config.faults import faults_of
 from covey.config.fields import plural
 from covey.config.files import shortened, user_path
 from covey.config.machine import check_threads, processors
+from covey.config.plain_files import read_below
 from covey.config.recipe import read_recipe, split_overrides
 from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import config_to_dict, first_difference, task_name
@@ -244,7 +245,7 @@ def open_folder(folder: Path, contestants: Sequence[ComparedRecipe]) -> FolderLo
     path = folder / SETTINGS_FILE
     if path.is_file():
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = json.loads(read_below(folder, SETTINGS_FILE))
         except ValueError as error:
             raise ConfigError(f"{path} is damaged: name another folder with --output") from error
         changed = first_difference(before, settings)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from covey.config.faults import path_error
+from covey.config.plain_files import read_below
 from covey.tracking.run_store import SUMMARY_FILE, read_metrics
 from covey.tracking.wording import SECONDS, Wording, find_wording
 
@@ -156,7 +157,7 @@ def read_seed_run(run_dir: Path, seed: int) -> SeedRun:
     """
     records = read_metrics(run_dir)
     try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = json.loads(read_below(run_dir, SUMMARY_FILE))
         after = summary["evaluations"][0]["after"]
         final, count, peak = float(after["score"]), int(after["count"]), int(summary["peak_memory_bytes"])
         wording = find_wording(summary)

@@ -6,7 +6,6 @@ it is imported once, in a server from which the processes are forked.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -27,11 +26,11 @@ from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, Ru
 from covey.config.faults import machine_error
 from covey.runtime.safe_path import leave_safe_path, safe_path, variable
 from covey.tracking.output import plain_console
-from covey.tracking.run_folder import LOG_FILE, METRICS_FILE
+from covey.tracking.run_folder import LOG_FILE
+from covey.tracking.run_state import last_step
 
 LOOK_SECONDS = 0.5  # interval of polling the runs' progress
 STOP_SECONDS = 60.0  # deadline of a run that was asked to stop; it ends after its step, or is killed
-TAIL_BYTES = 1 << 16  # read from the end of a metrics file: more than its last line
 
 
 @dataclass(frozen=True)
@@ -157,22 +156,6 @@ class ParallelRunner:
             if one.process.exitcode is None:
                 one.process.kill()
                 one.process.join()
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step that a run has recorded; 0 before the first."""
-    try:
-        with open(run_dir / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):  # the last one may be incomplete
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
 
 
 def _child(work: Callable[[SeedJob], Any], job: SeedJob, outcome: Connection) -> None:

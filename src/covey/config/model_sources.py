@@ -16,6 +16,7 @@ from covey.config.common import ConfigError
 from covey.config.faults import faults_of, path_error
 from covey.config.fields import command, did_you_mean, did_you_mean_file
 from covey.config.files import read_toml, unusual_kind, user_path
+from covey.config.plain_files import read_below
 
 EMBEDDED_MODELS = ("smollm2-135m",)
 CONFIG_FILE = "config.toml"
@@ -246,7 +247,7 @@ def best_step(run_dir: Path) -> int:
     """
     path = run_dir / CHECKPOINTS_FOLDER / BEST_FILE
     try:
-        step = json.loads(path.read_bytes())["step"]
+        step = json.loads(read_below(path.parent, path.name))["step"]
         if type(step) is int and step > 0:
             return step
     except FileNotFoundError:

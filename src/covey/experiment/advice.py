@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
+from covey.config.plain_files import read_below
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE
@@ -171,7 +172,7 @@ def after_evaluation(run_dir: Path, config: Config, *, drawable: bool, drawn: bo
 def read_launch(run_dir: Path) -> Launch | None:
     """The launch of the run in a folder; None if the folder does not say."""
     try:
-        return Launch.from_dict(json.loads((run_dir / ORIGIN_FILE).read_bytes())["launch"])
+        return Launch.from_dict(json.loads(read_below(run_dir, ORIGIN_FILE))["launch"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

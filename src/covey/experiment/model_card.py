@@ -11,6 +11,7 @@ from typing import Any
 
 from covey.config import RunConfig
 from covey.config.model_sources import ModelKind, Origin, find_origin, locate_model
+from covey.config.plain_files import read_below
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
@@ -140,7 +141,7 @@ def _score_kind(run_dir: Path) -> str:
     """The kind of score that the run's summary names; empty if there is no summary."""
     for name in (SUMMARY_FILE, STOPPED_FILE):
         try:
-            return str(json.loads((run_dir / name).read_bytes())["score_kind"])
+            return str(json.loads(read_below(run_dir, name))["score_kind"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return ""
@@ -151,7 +152,7 @@ def _scores(run_dir: Path, step: int) -> dict[int, list[float]]:
     path = run_dir / HELD_OUT_FOLDER / f"step_{step:06d}.jsonl"
     scores: dict[int, list[float]] = {}
     try:
-        for line in path.read_bytes().splitlines():
+        for line in read_below(path.parent, path.name).splitlines():
             answer = json.loads(line)
             if answer["score"] is not None:
                 scores.setdefault(int(answer["max_new_tokens"]), []).append(float(answer["score"]))

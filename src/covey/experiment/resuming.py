@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
 from covey.config.model_sources import CHECKPOINTS_FOLDER
+from covey.config.plain_files import read_below
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.recipe_writing import config_to_dict, first_difference, write_config
 from covey.experiment.advice import Launch, go_on
@@ -68,9 +70,10 @@ def read_beginning(run_dir: Path) -> tuple[Origin | None, RunConfig | ControlCon
 
 def _read_origin(run_dir: Path) -> tuple[Origin | None, str]:
     path = run_dir / ORIGIN_FILE
+    origin: Any = None
     try:
-        with faults_of(path):
-            origin = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        with faults_of(path), suppress(FileNotFoundError):
+            origin = json.loads(read_below(run_dir, ORIGIN_FILE))
     except (ValueError, RecursionError):
         origin = "damaged"
     if _is_origin(origin):

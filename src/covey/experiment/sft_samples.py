@@ -21,7 +21,6 @@ from covey.llm.sampler import LanguageSampler
 from covey.llm.sft.encoding import longest_example
 from covey.llm.sft.samples import Sample, read_back, select
 from covey.tracking.console import Display
-from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_folder import EXAMPLES_FILE
 from covey.tracking.run_reader import RunReader, number, table, text
 
@@ -158,7 +157,7 @@ def _groups(reader: RunReader, steps: Sequence[int], sampler: LanguageSampler) -
     for step in steps:
         try:
             groups, _ = reader.groups(step)
-        except (OSError, Refused, TooLarge) as error:
+        except OSError as error:
             raise ConfigError(f"the rollouts of step {step} in {reader.run_dir} cannot be read: {error}") from None
         for group in groups:
             try:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import count, pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, machine_error
 from covey.config.files import sync
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, MANIFEST_FILE
+from covey.config.plain_files import Refused, open_below, read_below
 from covey.data import Team
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import borders_of, is_sharded, local
@@ -77,9 +79,11 @@ class BestPinned:
             path.unlink(missing_ok=True)
             return
         content = json.dumps({"step": best}) + "\n"
-        if path.is_file() and path.read_text() == content:
-            return
+        with suppress(OSError):
+            if read_below(folder, BEST_FILE) == content.encode():
+                return
         draft = folder / f"{BEST_FILE}.tmp"
+        draft.unlink(missing_ok=True)
         draft.write_text(content)
         sync(draft)
         os.replace(draft, path)
@@ -194,7 +198,7 @@ class CheckpointFolder:
         folder = self._undamaged(step)
         with faults_of(folder):
             files = [safetensors.safe_open(path, framework="pt") for path in _tensor_files(folder)]
-            document = (folder / _STATE).read_bytes()
+            document = read_below(folder, _STATE)
         try:
             state: dict[str, Any] = put_in_tensors(json.loads(document), files)
         except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
@@ -341,7 +345,7 @@ def file_of(rank: int, ranks: int) -> str:
 
 def _tensor_files(folder: Path) -> list[Path]:
     """The files of tensors of an undamaged checkpoint, by rank."""
-    names = json.loads((folder / MANIFEST_FILE).read_bytes())["files"].keys() - {_STATE}
+    names = json.loads(read_below(folder, MANIFEST_FILE))["files"].keys() - {_STATE}
     return [folder / name for name in sorted(names)]
 
 
@@ -353,7 +357,7 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
         OSError: if it cannot be read because of the disk.
     """
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        manifest = json.loads(read_below(folder, MANIFEST_FILE))
         if type(manifest["format"]) is int and manifest["format"] != _FORMAT:
             raise OtherVersion(
                 f"checkpoint {folder} was written by covey {manifest.get('covey', '(unknown)')!s:.20} (format "
@@ -366,17 +370,18 @@ def _damage(folder: Path, *, hashes: bool = True) -> str | None:
         if f"step-{manifest['step']:08d}" != folder.name:
             return f"{MANIFEST_FILE} names another step"
         for name, expected in files.items():
-            size = (folder / name).stat().st_size
+            with open_below(folder, name) as file:
+                size = os.fstat(file.fileno()).st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']!r:.20}"
         for name, expected in files.items() if hashes else ():
-            with open(folder / name, "rb") as file:
+            with open_below(folder, name) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                     return f"{name} has changed since it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (IsADirectoryError, NotADirectoryError) as error:
-        return f"{Path(error.filename).name} is no file"
+    except (Refused, NotADirectoryError) as error:
+        return f"a part of it is not a plain file: {error}"
     except OtherVersion:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

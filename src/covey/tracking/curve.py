@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
-from covey.tracking.run_store import CURVE_FILE, STOPPED_FILE, SUMMARY_FILE, read_metrics
+from covey.tracking.run_reader import RunReader
+from covey.tracking.run_store import CURVE_FILE, read_metrics
 from covey.tracking.wording import CONTROL, Panel, Wording, find_wording
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def run_figure(run_dir: str | Path) -> RunFigure:
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir)
-    found = [path for path in (run_dir / SUMMARY_FILE, run_dir / STOPPED_FILE) if path.is_file()]
-    summary = json.loads(found[0].read_text(encoding="utf-8")) if found else {}
+    summary = RunReader(run_dir).summary() or {}
     in_control = any(CONTROL.x_metric in record for record in records)
     by_metrics = ("control", "return") if in_control else ("language", "score")
     wording = find_wording(summary or dict(zip(("domain", "score_kind"), by_metrics, strict=True)))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, table, text
 from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
 from covey.tracking.turns import conversation_turns, searched_text
@@ -97,7 +96,7 @@ def _estimate(value: Any) -> dict[str, Any] | None:
 def read_answers(reader: RunReader, step: int) -> dict[int, Answers]:
     """The held-out answers of the weights after a step, by token limit and problem; {} if they cannot be read."""
     found: dict[int, Answers] = {}
-    with suppress(OSError, Refused, TooLarge):
+    with suppress(OSError):
         for line in reader.held_out(step).lines:
             limit, problem = line.get("max_new_tokens"), line.get("problem")
             if type(limit) is int and type(problem) is int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 
-from covey.config.faults import faults_of
 from covey.tracking.curve import EVALUATION, MUTED, SMALL, TRAINING, decorate, draw_series, points_of
-from covey.tracking.run_store import ITERATIONS_FILE, read_metrics
+from covey.tracking.run_reader import RunReader
+from covey.tracking.run_store import read_metrics
 
 ITERATIONS_PICTURE = "iterations.png"
 
 
 def read_iterations(run_dir: str | Path) -> list[dict[str, Any]]:
     """The records of the iterations of a run that have ended, in order."""
-    path = Path(run_dir) / ITERATIONS_FILE
-    with faults_of(path):
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    return RunReader(Path(run_dir)).iterations()
 
 
 def draw_iterations(run_dir: str | Path) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from covey.tracking.plain_files import Refused, open_below
+from covey.config.plain_files import open_below
 from covey.tracking.run_folder import METRICS_FILE
 
 LONGEST_LINE = 4 << 20  # bytes; a longer one counts as damaged
@@ -57,7 +57,7 @@ class MetricTable:
         try:
             with open_below(self.run_dir, METRICS_FILE) as file:
                 return self._read(file)
-        except (OSError, Refused):
+        except OSError:
             changed = bool(self.steps)
             if self._file is not None:
                 self.generation += changed

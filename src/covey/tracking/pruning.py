@@ -11,6 +11,7 @@ from pathlib import Path
 
 from covey.config.faults import faults_of
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, CHECKPOINTS_FOLDER, MANIFEST_FILE
+from covey.config.plain_files import read_below, status_below
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_overview import folder_bytes
 from covey.tracking.run_state import RunState, checkpoint_steps, run_state
@@ -82,7 +83,7 @@ def _name(step: int) -> str:
 
 def _best_step(folder: Path) -> int:
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        step = json.loads((folder / BEST_FILE).read_bytes())["step"]
+        step = json.loads(read_below(folder, BEST_FILE))["step"]
         return step if type(step) is int else 0
     return 0
 
@@ -90,10 +91,15 @@ def _best_step(folder: Path) -> int:
 def _is_complete(checkpoint: Path) -> bool:
     """True if all files of a checkpoint have the size that its manifest names."""
     try:
-        files = json.loads((checkpoint / MANIFEST_FILE).read_bytes())["files"]
-        return bool(files) and all((checkpoint / name).stat().st_size == of["bytes"] for name, of in files.items())
+        files = json.loads(read_below(checkpoint, MANIFEST_FILE))["files"]
+        return bool(files) and all(_size(checkpoint, name) == of["bytes"] for name, of in files.items())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
+
+
+def _size(checkpoint: Path, name: str) -> int | None:
+    status = status_below(checkpoint, name)
+    return None if status is None else status.st_size
 
 
 def _is_removable(folder: Path) -> bool:

@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from covey.config.plain_files import open_below
+
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import StepRecord
 
@@ -23,9 +25,9 @@ def digests(path: Path) -> Digests:
     """Checksums of a file of rollouts, one for each key of its lines; {} if it is missing or damaged."""
     found: dict[str, list[tuple[int, str]]] = {}
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with open_below(path.parent, path.name) as file:
             for number, line in enumerate(file):
-                for key, value in json.loads(line).items():
+                for key, value in json.loads(line.decode("utf-8", "surrogateescape")).items():
                     if key not in NOT_COMPARED:
                         found.setdefault(key, []).append((number, json.dumps(value)))
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.tracking.plain_files import Refused, TooLarge
+from covey.config.plain_files import Refused
 from covey.tracking.run_reader import LIMITS, Group, RunReader, number, prompt_text, ranges
 from covey.tracking.turns import searched_text
 
@@ -72,10 +72,10 @@ def read_groups(reader: RunReader, step: int) -> list[Group]:
     """
     try:
         groups, _ = reader.groups(step)
-    except (OSError, Refused, TooLarge) as error:
+    except OSError as error:
         steps = reader.rollout_steps()
         known = f"it has those of {steps_text(steps)}" if steps else "it has none yet"
-        reason = f" ({error})" if isinstance(error, (Refused, TooLarge)) else ""
+        reason = f" ({error})" if isinstance(error, Refused) else ""
         raise ConfigError(f"the run in {reader.run_dir} has no rollouts of step {step}{reason}: {known}") from None
     if not groups:
         raise ConfigError(f"the rollouts of step {step} in {reader.run_dir} are damaged: name another step")
@@ -133,7 +133,7 @@ def information(group: Group) -> tuple[bool, float, int]:
 
 def _all(reader: RunReader, steps: Iterator[int]) -> Iterator[Found]:
     for step in steps:
-        with suppress(OSError, Refused, TooLarge):  # deleted in between, or damaged
+        with suppress(OSError):  # deleted in between, or damaged
             for group in reader.groups(step)[0]:
                 for index, line in enumerate(group.rollouts):
                     yield Found(step, group, index, line)

@@ -27,7 +27,6 @@ from typing import Any
 from covey.config import ConfigError
 from covey.config.faults import faults_of
 from covey.config.fields import or_list
-from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.run_reader import RunReader, table
 
 SUFFIXES = (".parquet", ".jsonl", ".csv")
@@ -128,7 +127,7 @@ def export_records(run_dir: Path, file: Path, *, held_out: bool = False) -> Expo
 
 
 def _rollouts(reader: RunReader, step: int, result: Exported) -> Iterator[Row]:
-    with suppress(OSError, Refused, TooLarge):
+    with suppress(OSError):
         groups, damaged = reader.groups(step)
         result.damaged += damaged
         for group in groups:
@@ -137,7 +136,7 @@ def _rollouts(reader: RunReader, step: int, result: Exported) -> Iterator[Row]:
 
 
 def _answers(reader: RunReader, step: int, result: Exported) -> Iterator[Row]:
-    with suppress(OSError, Refused, TooLarge):
+    with suppress(OSError):
         records = reader.held_out(step)
         result.damaged += records.damaged
         yield from records.lines

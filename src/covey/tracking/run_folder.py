@@ -336,6 +336,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + _DRAFT)
     with faults_of(path):
         try:
+            temporary.unlink(missing_ok=True)  # an interrupted writer's, or a pipe, which would block
             temporary.write_bytes(data)
             sync(temporary)
             os.replace(temporary, path)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from covey.config.fields import printable
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
-from covey.tracking.plain_files import Refused, read_end
+from covey.config.plain_files import read_end
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import RunState, last_change, last_step, run_state
@@ -198,7 +198,7 @@ def _results(
 
 def _last_evaluation(run_dir: Path) -> float | None:
     """The last held-out score that was measured during training."""
-    with suppress(OSError, Refused):
+    with suppress(OSError):
         for line in reversed(read_end(run_dir, METRICS_FILE, most=LAST_BYTES)[0].split(b"\n")[:-1]):
             with suppress(ValueError, RecursionError):
                 if b"eval/score" in line and (score := number(table(json.loads(line)).get("eval/score"))) is not None:

@@ -18,8 +18,8 @@ from typing import Any
 from covey.config import ConfigError, ControlConfig
 from covey.config.files import parse_json, parse_toml
 from covey.config.model_sources import CONFIG_FILE
+from covey.config.plain_files import files_below, open_below, read_below
 from covey.config.recipe import config_from_dict
-from covey.tracking.plain_files import Refused, TooLarge, files_below, open_below, read_below
 from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE
 from covey.tracking.wording import WORDINGS
@@ -78,7 +78,7 @@ class RunReader:
         """The tables of config.toml; None if it is missing or damaged."""
         try:
             return parse_toml(self._read(CONFIG_FILE), CONFIG_FILE)
-        except (OSError, Refused, TooLarge, ConfigError):
+        except (OSError, ConfigError):
             return None
 
     def origin(self) -> dict[str, Any]:
@@ -108,8 +108,7 @@ class RunReader:
             only: the number of the one group to read, which is quicker than reading all.
 
         Raises:
-            OSError: if the step has no file of rollouts.
-            Refused, TooLarge: if the file is a link, no plain file, or too large.
+            OSError: if the step has no file of rollouts; `Refused` if it is a link, not a plain file, or too large.
         """
         records = self._lines(rollouts_file(step), only)
         found: dict[int, Group] = {}
@@ -125,7 +124,7 @@ class RunReader:
 
     def has_tokens(self, step: int) -> bool:
         """True if the rollouts of a step have tables of tokens."""
-        with suppress(OSError, Refused), open_below(self.run_dir, *rollouts_file(step)) as file:
+        with suppress(OSError), open_below(self.run_dir, *rollouts_file(step)) as file:
             return isinstance((parse_line(file.readline(LONGEST_LINE)) or {}).get("tokens"), dict)
         return False
 
@@ -133,7 +132,7 @@ class RunReader:
         """The held-out answers of the weights after a step.
 
         Raises:
-            OSError, Refused, TooLarge: as `groups`.
+            OSError: as `groups`.
         """
         return self._lines((HELD_OUT_FOLDER, f"step_{step:06d}.jsonl"))
 
@@ -141,7 +140,7 @@ class RunReader:
         return read_below(self.run_dir, name, most=LARGEST_DOCUMENT)
 
     def _document(self, name: str) -> dict[str, Any] | None:
-        with suppress(OSError, Refused, TooLarge, ValueError):
+        with suppress(OSError, ValueError):
             document = parse_json(self._read(name), strict=False)
             return document if isinstance(document, dict) else None
         return None
@@ -149,7 +148,7 @@ class RunReader:
     def _records(self, *parts: str) -> Records:
         try:
             return self._lines(parts)
-        except (OSError, Refused, TooLarge):
+        except OSError:
             return Records()
 
     def _lines(self, parts: tuple[str, ...], group: int | None = None) -> Records:
@@ -171,7 +170,7 @@ class RunReader:
     def _steps(self, folder: str) -> list[int]:
         try:
             files = files_below(self.run_dir, folder)
-        except (OSError, Refused):
+        except OSError:
             return []
         return sorted(int(match[1]) for name, _ in files if (match := STEP_FILE.fullmatch(name)))
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from covey.config.model_sources import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE, MANIFEST_FILE
-from covey.tracking.plain_files import Refused, read_end
+from covey.config.plain_files import read_end
 from covey.tracking.run_folder import LOCK_FILE, LOG_FILE, METRICS_FILE, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
 
@@ -101,7 +101,7 @@ def last_step(run_dir: Path) -> int:
     for size in (_LAST_BYTES, _LONGEST_LINE):
         try:
             content, is_whole = read_end(run_dir, METRICS_FILE, most=size)
-        except (OSError, Refused):
+        except OSError:
             return 0
         lines = content.splitlines()
         for line in reversed(lines if is_whole else lines[1:]):

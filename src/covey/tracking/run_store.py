@@ -39,6 +39,7 @@ from covey.config.model_sources import (  # noqa: F401 -- see above
     MODEL_FOLDER,
     REWARD_MODEL_FOLDER,
 )
+from covey.config.plain_files import LARGEST_RECORDS, append_below, open_below, read_below
 from covey.tracking.records import encode, rollout_record
 from covey.tracking.repeated_steps import Digests, digests
 from covey.tracking.run_folder import (
@@ -84,7 +85,7 @@ class RunStore:
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
-            with open(self.run_dir / METRICS_FILE, "ab"):
+            with append_below(self.run_dir, METRICS_FILE):
                 pass
 
     def __enter__(self) -> RunStore:
@@ -121,7 +122,7 @@ class RunStore:
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a finished step."""
         self.check()
-        with faults_of(self.run_dir / METRICS_FILE), open(self.run_dir / METRICS_FILE, "ab") as file:
+        with faults_of(self.run_dir / METRICS_FILE), append_below(self.run_dir, METRICS_FILE) as file:
             file.write(encode({"step": step, **metrics}) + b"\n")
         self.began = True
 
@@ -178,7 +179,7 @@ class RunStore:
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
         with faults_of(path):
-            lines = path.read_bytes().splitlines()
+            lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
         records = [record for record in map(_read_record, lines) if record is not None]
         kept = {record["step"]: record for record in records if 1 <= record["step"] <= step}
         lost = sorted(set(range(1, step + 1)) - kept.keys())
@@ -199,8 +200,8 @@ class RunStore:
         """
         path = self.run_dir / METRICS_FILE
         with faults_of(path):
-            records = map(_read_record, path.read_bytes().splitlines())
-        return max((record["step"] for record in records if record is not None), default=0)
+            lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
+        return max((record["step"] for record in map(_read_record, lines) if record is not None), default=0)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json` atomically.
@@ -273,7 +274,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = Path(run_dir) / METRICS_FILE
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_below(path.parent, path.name, most=LARGEST_RECORDS).splitlines()
     except OSError as error:
         raise path_error(error, f"cannot read {path}", path) from error
     return list(_parsed(lines, path))
@@ -303,13 +304,13 @@ def _read_record(line: bytes) -> dict[str, Any] | None:
 def _has_rollouts(path: Path, step: int) -> bool:
     """True if a step's file of rollouts exists and is complete, judging by its last line and its first bytes."""
     try:
-        with open(path, "rb") as file:
+        with open_below(path.parent, path.name) as file:
             first = file.readline()
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
             tail = file.read()
         last = tail.rstrip(b"\n").rpartition(b"\n")[2] if len(tail) < _LAST_BYTES else b"{}"
         return tail.endswith(b"\n") and json.loads(first)["step"] == step and isinstance(json.loads(last), dict)
-    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import iter_fields
+from covey.config.plain_files import open_below, status_below
 from covey.config.recipe import config_from_dict
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.metric_table import MetricTable
 from covey.tracking.metrics import METRICS, find
-from covey.tracking.plain_files import open_below, status_below
 from covey.tracking.run_reader import number, ranges, rollouts_file, table
 from covey.tracking.score_kinds import has_interval, is_above
 from covey.tracking.wording import WORDINGS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from covey.tracking.plain_files import LARGEST_FILE, Refused, TooLarge, files_below, open_below
+from covey.config.plain_files import LARGEST_FILE, Refused, TooLarge, files_below, open_below
 
 STATIC = Path(__file__).parent / "static"
 PAGE_TYPES = {
@@ -81,7 +81,7 @@ def recordings(run_dir: Path) -> list[dict[str, Any]]:
     """The key "files" of the API."""
     try:
         files = sorted(files_below(run_dir), key=lambda item: item[0])
-    except (OSError, Refused):
+    except OSError:
         return []
     typed = [(name, status.st_size, _type(name, RECORDING_TYPES)) for name, status in files]
     return [
@@ -95,7 +95,7 @@ def last_recording(run_dir: Path) -> float:
     """The time when a picture or recording was last written, in seconds since the epoch; 0 if there is none."""
     try:
         times = [status.st_mtime for name, status in files_below(run_dir) if _type(name, RECORDING_TYPES)]
-    except (OSError, Refused):
+    except OSError:
         return 0.0
     return max(times, default=0.0)
 

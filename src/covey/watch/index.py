@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.files import make_folder
+from covey.config.plain_files import files_below
 from covey.runtime.cache import cache_folder
-from covey.tracking.plain_files import Refused, TooLarge, files_below
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text
 from covey.tracking.turns import searched_text
@@ -199,7 +199,7 @@ def _create(database: sqlite3.Connection) -> None:
 def _add_numbers(database: sqlite3.Connection, reader: RunReader, step: int, signature: Signature) -> None:
     """Add the rollouts of a step, without their texts. A file that cannot be read has none."""
     groups: list[Group] = []
-    with suppress(OSError, Refused, TooLarge):
+    with suppress(OSError):
         groups = reader.groups(step)[0]
     last = database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'rollouts'").fetchone()
     id = last[0] if last else 0
@@ -218,7 +218,7 @@ def _add_numbers(database: sqlite3.Connection, reader: RunReader, step: int, sig
 def _add_texts(database: sqlite3.Connection, reader: RunReader, step: int) -> None:
     """Add the trigrams of a step's texts: those of completion `id` as row 2 id, of a group's prompt as 2 leader + 1."""
     groups: list[Group] = []
-    with suppress(OSError, Refused, TooLarge):
+    with suppress(OSError):
         groups = reader.groups(step)[0]
     found = {group.number: group for group in groups}
     rows = []
@@ -247,7 +247,7 @@ def rollout_files(run_dir: Path) -> dict[int, Signature]:
     """The files of rollouts by step; {} if there are none."""
     try:
         files = files_below(run_dir, ROLLOUTS_FOLDER)
-    except (OSError, Refused):
+    except OSError:
         return {}
     return {
         int(match[1]): (status.st_ino, status.st_size, status.st_mtime_ns)

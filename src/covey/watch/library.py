@@ -15,9 +15,9 @@ from typing import Any
 
 from covey.config.fields import printable
 from covey.config.model_sources import CONFIG_FILE
+from covey.config.plain_files import read_end, status_below
 from covey.tracking.evaluations import evaluations_of
 from covey.tracking.metric_table import MetricTable, parse_metrics
-from covey.tracking.plain_files import Refused, read_end, status_below
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import find_runs, last_change, run_state
@@ -158,7 +158,7 @@ class Run:
 
     def _read_last(self) -> dict[str, Any]:
         """The last complete line of the metrics file; {} if there is none near its end."""
-        with suppress(OSError, Refused):
+        with suppress(OSError):
             lines = read_end(self.folder, METRICS_FILE, most=LAST_BYTES)[0].split(b"\n")[:-1]
             return next((record for line in reversed(lines) if (record := parse_metrics(line))), {})
         return {}

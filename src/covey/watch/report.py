@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import plural, printable
-from covey.tracking.plain_files import Refused, TooLarge
+from covey.config.plain_files import open_below
 from covey.tracking.records import encode
 from covey.tracking.rollout_choice import information
 from covey.tracking.run_folder import write_atomically
@@ -68,7 +68,7 @@ def is_report(file: Path) -> bool:
     Raises:
         OSError: if it cannot be read.
     """
-    with open(file, "rb") as opened:
+    with open_below(file.parent, file.name) as opened:
         return f'name="generator" content="{GENERATOR}"'.encode() in opened.read(2000)
 
 
@@ -169,7 +169,7 @@ def _answers(answers: Answers, runs: Sequence[Run]) -> dict[str, Any]:
         }}  # fmt: skip
         found[f"{path}/diagnosis"] = _bounded(answers.diagnosis(run.id), [SETTINGS_CHARACTERS])
         for step in shown[-MOST_STEPS:]:
-            with suppress(OSError, Refused, TooLarge):
+            with suppress(OSError):
                 found |= _groups(path, step, run.reader.groups(step)[0])
         if detail["held_out_steps"]:
             found[f"{path}/held_out"] = _held_out(answers, run.id)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from covey.tracking.plain_files import Refused, open_below
+from covey.config.plain_files import open_below
 from covey.tracking.run_reader import parse_line, rollouts_file
 from covey.watch.index import FILTERS, Signature, connection
 from covey.watch.rollouts import list_row
@@ -122,7 +122,7 @@ class _Lines:
         self._opened.close()
         self._step, self._file = step, None
         known = self._database.execute("SELECT inode, size, mtime_ns FROM files WHERE step = ?", (step,)).fetchone()
-        with suppress(OSError, Refused):
+        with suppress(OSError):
             file = self._opened.enter_context(open_below(self._run_dir, *rollouts_file(step)))
             if _signature(os.fstat(file.fileno())) == known:
                 self._file = file

@@ -151,9 +151,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from covey.config.plain_files import Refused, TooLarge
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
-from covey.tracking.plain_files import Refused, TooLarge
 from covey.tracking.records import encode
 from covey.watch.answers import Answers, NotFound
 from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS

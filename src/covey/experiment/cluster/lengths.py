@@ -14,6 +14,7 @@ from numpy.random import Generator
 from covey.config import ConfigError
 from covey.config.faults import faults_of
 from covey.config.files import user_path
+from covey.config.plain_files import read_below
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 
 
@@ -108,7 +109,7 @@ def recorded_lengths(run_dir: str) -> RecordedLengths:
 
 def _lengths_of(path: Path) -> list[int]:
     with faults_of(path):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_below(path.parent, path.name).decode("utf-8", "replace").splitlines()
     lengths = []
     for number, line in enumerate(lines, start=1):
         try:

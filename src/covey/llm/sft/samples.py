@@ -20,6 +20,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import plural
+from covey.config.plain_files import LARGEST_RECORDS, read_below
 from covey.config.sft import SFTConfig
 from covey.data import Group, Rollout
 from covey.llm.data.sft_examples import Example
@@ -124,7 +125,7 @@ def read_back(path: Path) -> tuple[list[Sample], list[Sample]]:
     """
     found: dict[bool, list[Sample]] = {False: [], True: []}
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(read_below(path.parent, path.name, most=LARGEST_RECORDS).splitlines(), start=1):
             row = json.loads(line)
             ids = row["token_ids"]
             undecided = set(ids["undecided"])

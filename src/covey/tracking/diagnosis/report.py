@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import command, plural
+from covey.config.plain_files import read_below
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis.diagnosis import CHECKS, diagnose
 from covey.tracking.diagnosis.finding import Finding, sentence
@@ -35,7 +36,7 @@ def diagnose_run(run_dir: Path) -> list[Finding]:
 def _evaluations(path: Path) -> Sequence[Mapping[str, Any]]:
     """The evaluations of a summary; none if the run has not ended."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+        found = json.loads(read_below(path.parent, path.name))["evaluations"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return found if isinstance(found, list) and all(isinstance(one, dict) for one in found) else []

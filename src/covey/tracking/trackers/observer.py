@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import ControlConfig, RunConfig
 from covey.config.faults import faults_of
+from covey.config.plain_files import read_below
 from covey.config.recipe_writing import config_to_dict
 from covey.tracking.run_folder import TRACKERS_FOLDER
 from covey.tracking.run_store import RunStore, read_metrics
@@ -146,7 +147,7 @@ def _rows_of_file(path: Path | None) -> list[Row]:
     if path is None:
         return []
     try:
-        return select_rows(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        return select_rows(json.loads(line) for line in read_below(path.parent, path.name).splitlines())
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from covey.config.plain_files import read_below
 from covey.tracking.trackers.rows import Row
 from covey.tracking.trackers.tracker import Position, TrackedRun, Tracker
 
@@ -99,6 +100,7 @@ class TrackerThread:
     def _keep(self, position: Position) -> None:
         """Replace the file, without fsync: a power cut may cost the position, and then the tracker begins a new run."""
         temporary = self._path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
         temporary.write_text(json.dumps(asdict(position)), encoding="utf-8")
         temporary.replace(self._path)
 
@@ -106,7 +108,7 @@ class TrackerThread:
 def read_position(path: Path) -> Position | None:
     """The position in a file; None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
-        position = Position(**json.loads(path.read_text(encoding="utf-8")))
+        position = Position(**json.loads(read_below(path.parent, path.name)))
         if isinstance(position.id, str) and type(position.step) is int and type(position.evaluated) is bool:
             return position
     return None

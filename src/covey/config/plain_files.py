@@ -10,15 +10,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from covey.config.common import ConfigError
+
 LARGEST_FILE = 256 << 20  # bytes of a file that is read whole
+LARGEST_RECORDS = 4 << 30  # bytes of the records of a whole training
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would block
 
 
-class Refused(Exception):
-    """A name that leads out of the folder, or is no plain file; the message is one line."""
+class Refused(ConfigError, OSError):
+    """A name that leads out of the folder, or is not a plain file; the message is one line.
+
+    A reader that does without unreadable files skips it with them, and a command tells it to the user.
+    """
 
 
-class TooLarge(Exception):
+class TooLarge(Refused):
     """A file that is larger than the reader's limit; the message is one line."""
 
 
@@ -36,12 +42,30 @@ def open_below(folder: Path, *parts: str) -> Iterator[BinaryIO]:
     """
     with _folder_below(folder, *parts[:-1]) as descriptor:
         name = _checked(parts[-1])
+        path = folder.joinpath(*parts)
         if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
-            raise Refused(f"{'/'.join(parts)} is no plain file, so it is not read")
-        file = _open(name, _READ, descriptor)
+            raise Refused(f"{path} is a link or not a plain file: remove it")
+        file = _open(name, _READ, descriptor, path)
     with open(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):  # it was replaced in between
-            raise Refused(f"{'/'.join(parts)} is no plain file, so it is not read")
+            raise Refused(f"{path} is a link or not a plain file: remove it")
+        yield opened
+
+
+@contextmanager
+def append_below(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Context manager: a plain file in `folder`, open for appending; it is created if it does not exist.
+
+    Raises:
+        Refused: for a link, a folder, a pipe, a device or a socket.
+        OSError: if it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with _folder_below(folder) as descriptor:
+        file = _open(_checked(name), flags, descriptor, folder / name)
+    with open(file, "ab") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise Refused(f"{folder / name} is a link or not a plain file: remove it")
         yield opened
 
 
@@ -55,7 +79,7 @@ def read_below(folder: Path, *parts: str, most: int = LARGEST_FILE) -> bytes:
     with open_below(folder, *parts) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise TooLarge(f"{'/'.join(parts)} has more than {most >> 20} MiB, so it is not shown")
+            raise TooLarge(f"{folder.joinpath(*parts)} has more than {most >> 20} MiB: remove it")
         content = file.read(size + 1)  # it may have grown
     return content[:most]
 
@@ -97,7 +121,7 @@ def status_below(folder: Path, *parts: str) -> os.stat_result | None:
     try:
         with _folder_below(folder, *parts[:-1]) as descriptor:
             status = os.stat(_checked(parts[-1]), dir_fd=descriptor, follow_symlinks=False)
-    except (OSError, Refused):
+    except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None
 
@@ -108,7 +132,7 @@ def _folder_below(folder: Path, *parts: str) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts:
-            inner = _open(_checked(part), _READ | os.O_DIRECTORY, descriptor)
+            inner = _open(_checked(part), _READ | os.O_DIRECTORY, descriptor, folder.joinpath(*parts))
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -116,15 +140,15 @@ def _folder_below(folder: Path, *parts: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _open(name: str, flags: int, folder: int) -> int:
+def _open(name: str, flags: int, folder: int, path: Path) -> int:
     try:
-        return os.open(name, flags, dir_fd=folder)
+        return os.open(name, flags, 0o666, dir_fd=folder)
     except OSError as error:
         is_link = error.errno in (errno.ELOOP, errno.EMLINK)
         if error.errno == errno.ENOTDIR:  # Linux's answer for a link where a folder is expected
             is_link = stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         if is_link or error.errno == errno.ENXIO:
-            raise Refused(f"{name} is a link or no plain file, so it is not read") from error
+            raise Refused(f"{path} is a link or not a plain file: remove it") from error
         raise
 
 
