@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from covey.config.chat import check_chat
 from covey.config.common import ConfigError
 from covey.config.data_paths import check_data
@@ -10,10 +12,11 @@ from covey.config.files import user_path
 from covey.config.function_source import check_function_name
 from covey.config.llm import RunConfig
 from covey.config.model_sources import CONFIG_FILE, locate_model
-from covey.config.sft import EXAMPLES_BY_NAME, SAMPLES, SFTConfig
+from covey.config.sft import EXAMPLES_BY_NAME, SAMPLES, SFT_ALGORITHM, SFTConfig
 from covey.config.validate import validate
 from covey.config.validate_conversation import check_conversation
 from covey.config.validate_size import check_threads
+from covey.config.validate_trackers import check_trackers
 
 
 def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
@@ -25,9 +28,16 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     Raises:
         ConfigError: one line that names the field and the fix.
     """
+    if config.algorithm == SFT_ALGORITHM:  # the config of a run of covey sft
+        config = replace(config, algorithm="grpo")
     check_fields(config)
     check_chat(config.chat)
     check_threads(config.threads)
+    check_trackers(config.trackers)
+    if not (config.sft.held_out_fraction or config.sft.held_out_path):
+        for name, given in (("sft.patience", config.sft.patience), ("checkpoint.best", config.checkpoint.best)):
+            if given:
+                raise ConfigError(f"{name} needs held-out examples: raise sft.held_out_fraction above 0")
     if config.lora.is_used:
         raise ConfigError(
             "covey sft trains all weights, and [lora] asks for an adapter: give --lora.rank 0 (and take lora.adapter "
