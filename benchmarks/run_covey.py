@@ -16,7 +16,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update

@@ -28,7 +28,7 @@ from covey.algorithms import KLPenalty, grpo
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, collate
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.native.bindings import SWITCH
 from covey.llm.policy import LanguagePolicy
@@ -39,7 +39,7 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update

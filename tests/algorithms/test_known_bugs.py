@@ -38,7 +38,7 @@ tests/llm/test_known_bugs.py. All of them, each with the tests that notice it or
 27  later minibatches taken for on policy: test_trl_3493_later_passes_used_as_if_on_policy
 28  resuming that forgets or repeats prompts, optimizer steps or the learning rate's place:
     test_resumed_run_ends_like_one_that_never_stopped,
-    test_sigkill_at_random_moments_and_resume_ends_with_the_same_bits
+    test_killed_runs_end_with_the_same_bits
 29  returns that stop at undecided columns: test_verl_1527_observations_block_the_return
 30  metrics averaged over unequal parts: test_trl_6380_metrics_depend_on_the_microbatches
 31  rounding of bf16 in pieces of the vocabulary biases the entropy: test_trl_7268_bf16_biases_the_entropy

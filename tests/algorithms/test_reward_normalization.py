@@ -14,8 +14,7 @@ from covey.algorithms import ALGORITHMS, grpo
 from covey.algorithms.advantages import outcome_of_each_reward
 from covey.config import ArithmeticConfig, ConfigError, LossConfig, RewardConfig, RunConfig, SamplingConfig
 from covey.config.recipe import config_from_dict
-from covey.config.validate import validate
-from covey.config.validate_rewards import DIVIDES_BY_GROUP_STD
+from covey.config.rules import DIVIDES_BY_GROUP_STD, validate
 from covey.core import baselines
 from covey.data import Group, Rollout, Start, collate
 from covey.experiment.llm_components import build_llm_algorithm

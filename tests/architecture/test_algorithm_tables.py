@@ -18,13 +18,18 @@ from covey.config import (
     RolloutsConfig,
     RunConfig,
 )
+from covey.config.common import NOT_BY_GROUP, WITHOUT_RATIO
 from covey.config.fields import iter_fields
-from covey.config.validate import NOT_USED_BY, USED_ONLY_BY, WITHOUT_RATIO
-from covey.config.validate_collection import NOT_BY_GROUP
-from covey.config.validate_rollouts import check_rollouts
+from covey.config.rules import validate
 from covey.data import Batch
 
 PARAMETERS = {name: set(inspect.signature(build).parameters) for name, build in ALGORITHMS.items()}
+USED_BY = {
+    where: set(item.metadata["used_by"])
+    for config in (RunConfig(), ControlConfig())
+    for where, item, *_ in iter_fields(config)
+    if item.metadata["used_by"]
+}
 FIELD_OF = {"lam": "loss.gae_lambda"}  # parameters of a builder that the config names otherwise
 
 
@@ -80,20 +85,17 @@ def test_fields_that_one_algorithm_uses() -> None:
     (with_critic,) = set(ALGORITHM_NAMES) - set(CRITIC_FREE)
     others = set().union(*(PARAMETERS[name] for name in CRITIC_FREE))
     taken = {FIELD_OF.get(name, f"loss.{name}") for name in PARAMETERS[with_critic] - others}
-    assert set(USED_ONLY_BY["loss.gamma"]) == {name for name in ALGORITHM_NAMES if "gamma" in PARAMETERS[name]}
+    assert USED_BY["loss.gamma"] == {name for name in ALGORITHM_NAMES if "gamma" in PARAMETERS[name]}
     every = {where for config in (RunConfig(), ControlConfig()) for where, *_ in iter_fields(config)}
     of_critic = {where for where in every if "critic" in where}
-    assert {where for where, user in USED_ONLY_BY.items() if user == (with_critic,)} == taken | of_critic
+    assert {where for where, users in USED_BY.items() if users == {with_critic}} == taken | of_critic
     assert of_critic
-    assert USED_ONLY_BY.keys() <= every
 
 
-def test_fields_that_one_kind_of_rollouts_uses() -> None:
-    kinds = RolloutsConfig.__dataclass_fields__["kind"].metadata["choices"]
-    (with_critic,) = set(ALGORITHM_NAMES) - set(CRITIC_FREE)
-    used = {where: users for where, users in USED_ONLY_BY.items() if where != "loss.gamma"}
-    assert set(used.values()) <= {(user,) for user in (*kinds, with_critic)}
-    assert set(NOT_USED_BY.values()) <= set(kinds)
+def test_fields_that_some_algorithms_or_kinds_of_rollouts_use() -> None:
+    kinds = set(RolloutsConfig.__dataclass_fields__["kind"].metadata["choices"])
+    assert all(users < kinds or users < set(ALGORITHM_NAMES) for users in USED_BY.values())
+    assert {users <= kinds for users in USED_BY.values()} == {True, False}
 
 
 def accepts_fragments(algorithm: str) -> bool:
@@ -101,7 +103,7 @@ def accepts_fragments(algorithm: str) -> bool:
         algorithm=algorithm, environment=EnvironmentConfig("CartPole-v1"), rollouts=RolloutsConfig(kind="fragments")
     )
     try:
-        check_rollouts(config)
+        validate(config)
     except ConfigError:
         return False
     return True

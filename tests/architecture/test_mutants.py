@@ -44,7 +44,7 @@ def statuses(folder, pytestconfig) -> dict[str, int]:
 
 
 def test_every_mutant_changes_one_place():
-    texts = {mutant.file: (mutants.PACKAGE / mutant.file).read_text() for mutant in mutants.read_mutants()}
+    texts = {mutant.file: mutant.source.read_text() for mutant in mutants.read_mutants()}
     wrong = [m.name for m in mutants.read_mutants() if texts[m.file].count(m.old) != 1 or m.old == m.new]
     assert wrong == []
 

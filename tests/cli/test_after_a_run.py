@@ -98,7 +98,7 @@ def test_equal_scores_have_no_interval() -> None:
 
 @pytest.mark.slow
 def test_a_mistake_in_a_notebook_is_one_line() -> None:
-    cell = "import covey; from covey.config.validate import validate; validate(covey.RunConfig(steps=0))"
+    cell = "import covey; from covey.config.rules import validate; validate(covey.RunConfig(steps=0))"
     shell = f"from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell({cell!r})"
     said = subprocess.run([sys.executable, "-c", shell], capture_output=True, text=True, check=True).stdout
     assert len(said.strip().splitlines()) == 1, said

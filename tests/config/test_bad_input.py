@@ -31,7 +31,7 @@ from covey.config import (
 from covey.config.function_source import check_function_name
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.recipe_writing import config_to_dict, write_config
-from covey.config.validate import validate
+from covey.config.rules import validate
 
 RECIPE = """\
 steps = 5
@@ -257,25 +257,31 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
             replace(GOOD, algorithm="ppo", steps=5, update=UpdateConfig(critic_warmup_steps=5)),
             "must be below the run's 5 steps",
         ),
-        (replace(GOOD, critic=CriticConfig(trunk="policy")), "critic.trunk is set, but only ppo uses it"),
+        (
+            replace(GOOD, critic=CriticConfig(trunk="policy")),
+            "critic.trunk is set, but not used with grpo",
+        ),
         (
             replace(GOOD, algorithm="ppo", critic=CriticConfig(trunk="both")),
             "critic.trunk must be own, policy or adapter",
         ),
-        (with_sampling(temperature=0.0), "it must be above 0"),
-        (with_sampling(temperature=-1.0), "it must be above 0"),
+        (with_sampling(temperature=0.0), "must be at least 0.0001 (is 0.0), because greedy rollouts"),
+        (with_sampling(temperature=-1.0), "must be at least 0.0001"),
         (with_sampling(prompts_per_step=0), "sampling.prompts_per_step must be at least 1"),
         (with_sampling(max_new_tokens=-3), "sampling.max_new_tokens must be at least 1"),
         (replace(GOOD, update=UpdateConfig(minibatches=5)), "set minibatches to 4, or prompts_per_step to a multiple"),
         (replace(GOOD, update=UpdateConfig(learning_rate=0.0)), "update.learning_rate must be above 0"),
         (replace(GOOD, update=UpdateConfig(beta2=1.0)), "update.beta2 must be below 1"),
         (replace(GOOD, update=UpdateConfig(max_grad_norm=0.0)), "update.max_grad_norm must be above 0"),
-        (replace(GOOD, loss=LossConfig(dual_clip=1.0)), "must be above 1 (3.0 is usual)"),
+        (replace(GOOD, loss=LossConfig(dual_clip=1.0)), "must be above 1 (is 1.0), because it bounds the ratio"),
         (replace(GOOD, loss=LossConfig(clip_low=0.0)), "loss.clip_low must be above 0"),
         (replace(GOOD, loss=LossConfig(clip_low=1.5)), "loss.clip_low must be at most 1"),
         (replace(GOOD, loss=LossConfig(clip_high=-0.2)), "loss.clip_high must be above 0"),
         (replace(GOOD, loss=LossConfig(kl_coefficient=-1.0)), "loss.kl_coefficient must be at least 0"),
-        (replace(GOOD, algorithm="rloo", loss=LossConfig(clip_low=0.2)), "rloo does not clip"),
+        (
+            replace(GOOD, algorithm="rloo", loss=LossConfig(clip_low=0.2)),
+            "clip_low is set, but not used with rloo",
+        ),
         (
             replace(GOOD, algorithm="reinforce", update=UpdateConfig(epochs=2)),
             "update.epochs is 2, but reinforce has no ratio",
@@ -296,10 +302,10 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (with_reward(), "neither name nor function nor judge nor model: give exactly one"),
         (with_reward(name="numeric", function="a:b"), "name and function: give exactly one"),
         (with_reward(name="format"), "needs a value for pattern"),
-        (with_reward(name="format", pattern="("), "is no regular expression"),
-        (with_reward(name="numeric", pattern="x"), "which only the format reward uses"),
+        (with_reward(name="format", pattern="("), "is not a regular expression"),
+        (with_reward(name="numeric", pattern="x"), "pattern is set, but not used with numeric"),
         (with_reward(name="numerics"), "did you mean 'numeric'?"),
-        (with_reward(name="numeric", weight=0.0), "has weight 0"),
+        (with_reward(name="numeric", weight=0.0), "weight is 0"),
         (with_reward(name="numeric", timeout_seconds=0.0), "timeout_seconds must be above 0"),
         (with_reward(function="rewards.py"), "function must be file.py:function"),
         (with_reward(function="no_such_file.py:reward"), "there is no file no_such_file.py"),

@@ -23,7 +23,7 @@ from covey.config.fields import iter_fields
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
 from covey.config.recipe_writing import changes_to_toml, config_to_dict, config_to_toml
-from covey.config.validate import USED_ONLY_BY, validate
+from covey.config.rules import validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
 GOOD = ControlConfig(environment=EnvironmentConfig("CartPole-v1"))
@@ -213,21 +213,24 @@ def test_the_defaults_and_the_edges_are_accepted() -> None:
             replace(GOOD, algorithm="reinforce", update=ControlUpdateConfig(epochs=2)),
             "set epochs to 1, or choose grpo",
         ),
-        (with_rollouts(kind="branches", environments=3), "rollouts.environments is set, but branches do not use it"),
+        (with_rollouts(kind="branches", environments=3), "rollouts.environments is set, but not used with branches"),
         (
             replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)),
-            "rollouts.group_size is set, but fragments do not use it: take it out",
+            "rollouts.group_size is set, but not used with fragments: remove it",
         ),
         (
             replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, starts_per_step=8)),
-            "rollouts.starts_per_step is set, but fragments do not use it",
+            "rollouts.starts_per_step is set, but not used with fragments",
         ),
         (
             replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),
             "(1024) cannot be split evenly into update.minibatches (3); set minibatches to 2",
         ),
         (replace(GOOD, environment=EnvironmentConfig("X-v0", action_repeat=0)), "action_repeat must be at least 1"),
-        (replace(GOOD, algorithm="rloo", loss=ControlLossConfig(clip_low=0.2)), "rloo does not clip"),
+        (
+            replace(GOOD, algorithm="rloo", loss=ControlLossConfig(clip_low=0.2)),
+            "clip_low is set, but not used with",
+        ),
         (replace(GOOD, seed=2**32), "seed must be at most 4294967295 (is 4294967296)"),
         (with_rollouts(gamma=1.01), "rollouts.gamma must be at most 1"),
         (replace(GOOD, policy=PolicyConfig(hidden=())), "policy.hidden is empty"),
@@ -252,11 +255,13 @@ def test_branches_need_the_environment_in_this_process(vectorization: str) -> No
 def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     others = {"int": "7", "float": "0.25", "bool": "false", "tuple": "7"}
     fragments = ("--algorithm", "ppo", "--kind", "fragments")
-    users = {"ppo": fragments, "fragments": fragments, "branches": ("--kind", "branches")}
-    names = {where: item for where, item, *_ in iter_fields(ControlConfig())}
-    for where in sorted(USED_ONLY_BY.keys() & names.keys()):
-        (user,) = USED_ONLY_BY[where]
-        value = "7" if names[where].default is None else others[type(names[where].default).__name__]
-        read(tmp_path, ENVIRONMENT, f"--{where}", value, *users[user])
-        refusal = message(tmp_path, ENVIRONMENT, f"--{where}", value)
-        assert refusal.startswith(f"{where} is set, but only {user} uses it")
+    users = {("ppo",): fragments, ("fragments",): fragments, ("branches",): ("--kind", "branches")}
+    tried = 0
+    for where, item, *_ in iter_fields(ControlConfig()):
+        if command := users.get(item.metadata["used_by"]):
+            value = "7" if item.default is None else others[type(item.default).__name__]
+            read(tmp_path, ENVIRONMENT, f"--{where}", value, *command)
+            refusal = message(tmp_path, ENVIRONMENT, f"--{where}", value)
+            assert refusal.startswith(f"{where} is set, but not used with ")
+            tried += 1
+    assert tried > 8

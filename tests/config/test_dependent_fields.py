@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
-from covey.config.dependent_fields import get
 from covey.config.fields import check_limits, iter_fields, plain_type
+from covey.config.follow import get
 from covey.config.recipe import read_recipe
 from covey.config.recipe_files import PACKAGED_RECIPES
 

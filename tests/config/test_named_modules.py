@@ -10,14 +10,13 @@ import numpy
 import pytest
 
 from covey.cli.main import main
-from covey.config import ConfigError
-from covey.config.builtin_environments import imported_module
+from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import find_module, search_path
 from covey.config.recipe import read_recipe
 from covey.control.envs.registration import find_spec
-from covey.llm.conversation.workers import EnvironmentProcesses
-from covey.llm.rewards.reward_call import RewardCallError
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.conversation.processes import EnvironmentProcesses
+from covey.llm.rewards.runner import RewardPool
+from covey.runtime.worker.process import CallError
 from helpers.tiny_models import tiny_folder
 
 LANGUAGE = """
@@ -40,7 +39,7 @@ FOREIGN = {
     "imported by nothing": "antigravity:geohash",
     "the tests of Python": "test.support:swap_attr",
     "the file of a module": f"{subprocess.__file__}:Popen",
-    "covey's own": "covey.llm.rewards.supervised_process:SupervisedProcess",
+    "covey's own": "covey.runtime.worker.process:Child",
     "an installed package": "numpy:mean",
     "a file of an installed package": f"{numpy.__file__}:mean",
     "a link to a file": "linked.py:Popen",
@@ -77,8 +76,8 @@ def test_its_process_refuses_it_too(name: str, folder: Path) -> None:
     if name.startswith("covey."):
         pytest.skip("the processes of covey's own functions are the same")
     ran, arguments = folder / "ran", {"args": ["touch", "ran"]}
-    process = RewardProcess(name)
-    with pytest.raises((ConfigError, RewardCallError), match=REFUSED):
+    process = RewardPool(name)
+    with pytest.raises((ConfigError, CallError), match=REFUSED):
         process.call({"completions": ["a"], **arguments}, 1, 60.0)
     process.close()
     environments = EnvironmentProcesses(name, 60.0, 100, arguments)
@@ -103,10 +102,13 @@ def test_an_environments_module_is_not_imported(name: str, folder: Path) -> None
 
 
 def test_the_modules_that_adapters_import_by_an_option() -> None:
-    assert imported_module("gymnasium", {"id": "mine:Game-v0"}) == ("mine", "gymnasium")
-    assert imported_module("gymnasium", {"id": "CartPole-v1"})[0] == ""
-    assert imported_module("verifiers", {"id": "owner/my-game"}) == ("my_game", "verifiers")
-    assert imported_module("calculator", {"id": "subprocess:x"})[0] == ""
+    for environment, name, module in [
+        ("gymnasium", "mine:Game-v0", "mine"),
+        ("gymnasium", "CartPole-v1", ""),
+        ("verifiers", "owner/my-game", "my_game"),
+        ("calculator", "subprocess:x", ""),
+    ]:
+        assert ConversationConfig(environment, options=(f"id = {name!r}",)).imported_module == (module, environment)
 
 
 def test_own_modules_are_found_and_installed_ones_that_depend_on_the_library(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, RunConfig, SamplingConfig
-from covey.config.validate import validate
+from covey.config.rules import validate
 
 GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)))
 
@@ -25,11 +25,11 @@ GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)))
             "grpo", 9, {"adaptive": True, "max_group_size": 20, "final_group_size": 32},
             "max_group_size (20) is below group_size (32), so part of the budget could never be spent: set it to 32",
         ),
-        ("grpo", 9, {"initial_group_size": 8}, "only adaptive groups use it: set adaptive = true"),
-        ("grpo", 9, {"max_group_size": 32}, "only adaptive groups use it: set adaptive = true"),
-        ("grpo", 9, {"adaptive": True, "max_resamples": 2}, "set max_resamples = 0, or take out adaptive"),
+        ("grpo", 9, {"initial_group_size": 8}, "has no effect while sampling.adaptive is false"),
+        ("grpo", 9, {"max_group_size": 32}, "has no effect while sampling.adaptive is false"),
+        ("grpo", 9, {"adaptive": True, "max_resamples": 2}, "set max_resamples = 0, or remove adaptive"),
         ("dapo", 9, {"adaptive": True}, "sampling.adaptive with max_resamples = 3"),
-        ("reinforce_pp", 9, {"adaptive": True}, "reinforce_pp does not compare within groups"),
+        ("reinforce_pp", 9, {"adaptive": True}, "sampling.adaptive is set, but not used with reinforce_pp"),
         ("reinforce_pp", 9, {"max_resamples": 1}, "sampling.max_resamples is set, but reinforce_pp does not compare"),
         ("ppo", 9, {"max_resamples": 1}, "ppo does not compare within groups"),
         ("grpo", 1, {"final_group_size": 32}, "the run has one step"),

@@ -18,7 +18,7 @@ from covey.config import (
     RunConfig,
     UpdateConfig,
 )
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.experiment.control import ControlBuilder
 
 GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)), update=UpdateConfig(epochs=2))
@@ -33,9 +33,13 @@ CLIP = {"entropy_target": 0.5, "entropy_controller": "clip"}
     [
         ({"entropy_target": 0.5}, {}, "set loss.entropy_coefficient above 0"),
         ({"entropy_target": 0.0, "entropy_coefficient": 0.01}, {}, "loss.entropy_target must be above 0"),
-        ({"entropy_controller": "clip"}, {}, "only entropy_target uses it"),
-        ({"entropy_gain": 0.5}, {}, "loss.entropy_gain is set, but only entropy_target uses it"),
-        ({"entropy_bounds": (0.5, 2.0)}, {}, "loss.entropy_bounds is set, but only entropy_target uses it"),
+        ({"entropy_controller": "clip"}, {}, "has no effect while loss.entropy_target is"),
+        ({"entropy_gain": 0.5}, {}, "loss.entropy_gain is set, but has no effect while loss.entropy_target is"),
+        (
+            {"entropy_bounds": (0.5, 2.0)},
+            {},
+            "loss.entropy_bounds is set, but has no effect while",
+        ),
         (BONUS | {"entropy_gain": 0.0}, {}, "loss.entropy_gain must be above 0"),
         (BONUS | {"entropy_bounds": (0.5,)}, {}, "the lowest and the highest, such as [0.5, 5.0] (is [0.5])"),
         (BONUS | {"entropy_bounds": (2.0, 0.5)}, {}, "loss.entropy_bounds must be two numbers"),
@@ -44,10 +48,10 @@ CLIP = {"entropy_target": 0.5, "entropy_controller": "clip"}
         (CLIP, {"update": ONCE}, "every ratio is 1 and nothing is clipped: raise one of them"),
         (CLIP, {"algorithm": "cispo"}, "cispo clips no gradients: set it to 'bonus'"),
         (CLIP, {"algorithm": "rloo", "update": UpdateConfig(minibatches=2)}, "rloo clips no gradients"),
-        ({"clip_cov_bounds": (0.5, 2.0)}, {}, "only clip_cov_fraction uses it"),
+        ({"clip_cov_bounds": (0.5, 2.0)}, {}, "has no effect while loss.clip_cov_fraction is"),
         ({"clip_cov_fraction": 0.1, "clip_cov_bounds": (2.0, 2.0)}, {}, "loss.clip_cov_bounds must be two numbers"),
         ({"clip_cov_fraction": 1.1}, {}, "loss.clip_cov_fraction must be at most 1"),
-        ({"kl_cov_coefficient": 0.5}, {}, "only kl_cov_fraction uses it"),
+        ({"kl_cov_coefficient": 0.5}, {}, "has no effect while loss.kl_cov_fraction is"),
         ({"kl_cov_fraction": 0.1, "kl_cov_coefficient": 0.0}, {}, "loss.kl_cov_coefficient must be above 0"),
         ({"kl_cov_fraction": 0.1}, {"update": ONCE}, "so its penalty is 0: raise one of them"),
     ],

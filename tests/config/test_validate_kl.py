@@ -15,7 +15,7 @@ from covey.config import (
     UpdateConfig,
 )
 from covey.config.recipe import config_from_dict
-from covey.config.validate import validate
+from covey.config.rules import validate
 
 GOOD = RunConfig(task=ArithmeticConfig(digits=(1,)))
 TWICE = UpdateConfig(epochs=2)
@@ -27,7 +27,7 @@ TWICE = UpdateConfig(epochs=2)
         ({"adaptive_kl_target": 0.1}, TWICE, "set loss.kl_coefficient above 0"),
         ({"adaptive_kl_target": 0.1, "kl_coefficient": 0.0}, TWICE, "set loss.kl_coefficient above 0"),
         ({"adaptive_kl_target": 0.0, "kl_coefficient": 0.1}, TWICE, "loss.adaptive_kl_target must be above 0"),
-        ({"adaptive_kl_horizon": 500}, TWICE, "only adaptive_kl_target uses it"),
+        ({"adaptive_kl_horizon": 500}, TWICE, "has no effect while loss.adaptive_kl_target is"),
         ({"kl_warmup_steps": 5, "kl_coefficient": 0.0}, TWICE, "kl_coefficient is 0"),
         ({"kl_to": "behavior", "kl_coefficient": 0.1}, UpdateConfig(), "their KL is 0: raise one of them"),
         ({"kl_to": "behavior", "kl_estimator": "exact"}, TWICE, "use 'k3', or set kl_to to 'reference'"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
-from covey.config.adapter_folder import resolved
-from covey.config.validate import validate
+from covey.config.lora import resolved
+from covey.config.rules import validate
 
 BASE = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="exact"),))
 
@@ -19,8 +19,11 @@ BASE = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="exact"),))
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(BASE, lora=LoRAConfig(alpha=8)), r"lora\.alpha is set, but lora\.rank is 0"),
-        (replace(BASE, lora=LoRAConfig(targets=("q_proj",))), r"lora\.targets is set, but lora\.rank is 0"),
+        (replace(BASE, lora=LoRAConfig(alpha=8)), r"lora\.alpha is set, but has no effect while lora\.rank is 0"),
+        (
+            replace(BASE, lora=LoRAConfig(targets=("q_proj",))),
+            r"lora\.targets is set, but has no effect while",
+        ),
         (
             replace(BASE, algorithm="ppo", critic=CriticConfig("adapter")),
             'critic.trunk = "adapter" is for runs with LoRA',
@@ -71,5 +74,5 @@ def test_adapters_of_other_kinds_are_refused(tmp_path: Path, fields: dict[str, A
 
 
 def test_fields_of_the_adapter_are_not_set_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.rank is that of lora\.adapter's file: take lora\.rank out"):
+    with pytest.raises(ConfigError, match=r"lora\.rank is read from the file of lora\.adapter: remove lora\.rank"):
         validate(replace(BASE, lora=replace(adapter(tmp_path), rank=8)))

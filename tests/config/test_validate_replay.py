@@ -16,11 +16,11 @@ from covey.config import (
     LossConfig,
     ReplayConfig,
     RunConfig,
+    UpdateConfig,
 )
 from covey.config.recipe import read_recipe
 from covey.config.replay import importance_cap
-from covey.config.validate import validate
-from covey.config.validate_replay import check_replay
+from covey.config.rules import validate
 from covey.experiment.build import build_algorithm, build_replay
 from covey.experiment.llm_components import build_llm_algorithm
 from covey.train.replay import NoReplay, RecentGroups
@@ -41,13 +41,13 @@ def test_replay_is_accepted_by_both_kinds_of_run(config):
     [
         ({"algorithm": "ppo"}, "replay.groups is set, but ppo does not compare within groups"),
         ({"algorithm": "reinforce_pp"}, "but reinforce_pp does not compare within groups"),
-        ({"replay": ReplayConfig(max_age=3)}, "replay.max_age is set, but replay.groups is 0"),
-        ({"replay": ReplayConfig(max_uses=2)}, "replay.max_uses is set, but replay.groups is 0"),
+        ({"replay": ReplayConfig(max_age=3)}, "replay.max_age is set, but has no effect while replay.groups is 0"),
+        ({"replay": ReplayConfig(max_uses=2)}, "replay.max_uses is set, but has no effect while replay.groups is 0"),
     ],
 )
 def test_refused_by_both_kinds_of_run(config, changes, message):
     with pytest.raises(ConfigError, match=message):
-        check_replay(replace(config, **changes))
+        validate(replace(config, **changes))
 
 
 @pytest.mark.parametrize(
@@ -57,34 +57,34 @@ def test_refused_by_both_kinds_of_run(config, changes, message):
         ({"algorithm": "rloo", "loss": LossConfig(kl_coefficient=0.0)}, False),
         ({"algorithm": "rloo", "loss": LossConfig(kl_estimator="k3")}, False),
         ({"loss": LossConfig(kl_estimator="k1")}, True),
-        ({"loss": LossConfig(kl_estimator="k1", kl_to="behavior")}, False),
+        ({"loss": LossConfig(kl_estimator="k1", kl_to="behavior"), "update": UpdateConfig(minibatches=2)}, False),
         ({"loss": LossConfig()}, False),
     ],
 )
 def test_a_kl_in_the_reward_is_refused(changes, refused):
     config = replace(LANGUAGE, **changes)
     if not refused:
-        check_replay(config)
+        validate(config)
         return
     with pytest.raises(ConfigError, match="the KL is in the reward"):
-        check_replay(config)
+        validate(config)
 
 
 def test_a_kl_in_the_reward_is_refused_in_control():
     loss = ControlLossConfig(kl_coefficient=0.1, kl_estimator="k1")
     with pytest.raises(ConfigError, match="the KL is in the reward"):
-        check_replay(replace(CONTROL, loss=loss))
+        validate(replace(CONTROL, loss=loss))
 
 
 @pytest.mark.parametrize("field", ["clip_cov_fraction", "kl_cov_fraction"])
 def test_covariances_over_several_policies_are_refused(field):
     with pytest.raises(ConfigError, match="compare decisions of one policy"):
-        check_replay(replace(CONTROL, loss=ControlLossConfig(**{field: 0.01})))
+        validate(replace(CONTROL, loss=ControlLossConfig(**{field: 0.01})))
 
 
 def test_a_reward_model_that_is_trained_is_refused():
     with pytest.raises(ConfigError, match=r"iteration\.steps trains the reward model"):
-        check_replay(replace(LANGUAGE, iteration=IterationConfig(steps=5)))
+        validate(replace(LANGUAGE, iteration=IterationConfig(steps=5)))
 
 
 @pytest.mark.parametrize(

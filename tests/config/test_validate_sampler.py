@@ -16,7 +16,7 @@ from covey.config import (
     SamplerConfig,
     SamplingConfig,
 )
-from covey.config.validate import validate
+from covey.config.rules import validate
 
 HERE = "http://127.0.0.1:8801"
 THERE = "http://10.0.0.7:8801"
@@ -37,7 +37,7 @@ def token(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("sampler", "named"),
     [
-        ({"servers": (HERE,)}, "sampler.servers is set, but completions are generated in the training process"),
+        ({"servers": (HERE,)}, "sampler.servers is set, but has no effect while sampler.kind is 'local'"),
         ({"start": 2}, "sampler.start is set"),
         ({"timeout": 5.0}, "sampler.timeout is set"),
         ({"kind": "other"}, "sampler.kind must be local, covey or vllm"),
@@ -50,8 +50,8 @@ def token(tmp_path: Path) -> str:
         ({"kind": "covey", "servers": ("ftp://127.0.0.1",)}, "must be addresses such as"),
         ({"kind": "covey", "servers": (HERE + "/v1",)}, "without a path"),
         ({"kind": "covey", "servers": (HERE + "?a=b",)}, "without a path"),
-        ({"kind": "covey", "servers": ("http://127.0.0.1:99999",)}, "is no address"),
-        ({"kind": "covey", "servers": ("http://127.0.0.1:0",)}, "is no address (the port is 0)"),
+        ({"kind": "covey", "servers": ("http://127.0.0.1:99999",)}, "is not an address"),
+        ({"kind": "covey", "servers": ("http://127.0.0.1:0",)}, "is not an address (the port is 0)"),
         ({"kind": "covey", "servers": ("http://me:secret@127.0.0.1:1",)}, "with a user name"),
         ({"kind": "covey", "servers": (THERE,)}, "10.0.0.7 is another machine, so sampler.token_file"),
         ({"kind": "vllm", "servers": ("http://node7:8801",)}, "node7 is another machine, so sampler.token_file"),
@@ -59,7 +59,7 @@ def token(tmp_path: Path) -> str:
         ({"kind": "covey", "servers": (HERE,), "token_file": "TOKEN", "folder": "/missing"}, "no folder /missing"),
         (
             {"kind": "covey", "servers": (HERE,), "token_file": "TOKEN", "transport": "group", "folder": "/tmp"},
-            "take one of them out",
+            "remove one of them",
         ),
         ({"kind": "covey", "servers": (HERE,), "token_file": "/missing"}, "there is no file /missing"),
         ({"kind": "covey", "servers": (HERE,)}, "covey serve smollm2-135m creates the access token, start it first"),
@@ -116,7 +116,7 @@ def test_a_minimum_length_is_below_the_limit(shortest: int, message: str) -> Non
 
 
 def test_an_iterative_run_samples_in_its_own_process() -> None:
-    with pytest.raises(ConfigError, match=r"take out sampler\.kind, or iteration\.steps"):
+    with pytest.raises(ConfigError, match=r"remove sampler\.kind, or iteration\.steps"):
         checked(
             {"kind": "covey", "start": 1},
             iteration=IterationConfig(steps=2),

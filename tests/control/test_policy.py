@@ -13,8 +13,7 @@ from torch import nn
 
 from covey.config import ConfigError
 from covey.control.action_spaces import Continuous, Discrete
-from covey.control.nets.mlp import _MLPFunction
-from covey.control.nets.running_mean_std import RunningMeanStd
+from covey.control.nets.mlp import RunningMeanStd, _MLPFunction
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 

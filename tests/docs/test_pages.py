@@ -20,8 +20,9 @@ from covey.cli.options import build_parser, parse
 from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
+from covey.config.rules import validate
 from covey.config.token_file import default_token_file, own_token
-from covey.config.validate import validate
+from helpers import size
 from helpers.pages import (
     EXAMPLES,
     PAGES,
@@ -84,9 +85,9 @@ def test_commands_are_found_on_the_pages() -> None:
 
 
 def test_every_block_is_run_or_marked_as_an_excerpt() -> None:
-    """A block that is neither a command nor a file nor a program has the language `text`."""
+    """A block that is neither a command nor a file nor a program has the language `text`, a drawn one `mermaid`."""
     runnable = {"commands", "python", "toml", "jsonl"}
-    assert not [block.where for block in BLOCKS if block.kind not in runnable | {"text"}]
+    assert not [block.where for block in BLOCKS if block.kind not in runnable | {"text", "mermaid"}]
 
 
 def test_a_block_that_is_no_command_prints_none() -> None:
@@ -153,3 +154,7 @@ def test_every_function_that_a_page_links_to_is_defined_there() -> None:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         assert name in defined, f"{page}: {name} is not in {file}"
+
+
+def test_the_picture_of_the_layout_has_the_imports():
+    assert size.picture() in (ROOT / "docs" / "design.md").read_text(encoding="utf-8")

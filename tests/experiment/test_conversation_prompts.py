@@ -23,8 +23,8 @@ from covey.config import (
     SamplingConfig,
 )
 from covey.config.conversation import with_conversation
+from covey.config.rules import validate_sft
 from covey.config.sft import SFTConfig
-from covey.config.validate_sft import validate_sft
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import LLMBuilder

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from covey.config import ConfigError, LoRAConfig, RunConfig
 from covey.experiment.adaptation import adapt
 from covey.experiment.divided_weights import check_same_weights
-from covey.llm.model.adapted_layers import base_of
-from covey.llm.model.base_identity import BASE_FILE
+from covey.llm.model.lora import BASE_FILE, base_of
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import Alone, ShardedTeam
 from covey.runtime.sharding import is_sharded

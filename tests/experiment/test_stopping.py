@@ -30,7 +30,7 @@ from covey import (
 from covey.cli.main import main
 from covey.config import CheckpointConfig, ConfigError, RewardConfig, RunError
 from covey.config.model_sources import locate_model
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.data import StepRecord
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_store import read_metrics

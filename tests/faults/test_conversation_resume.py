@@ -57,7 +57,7 @@ def recipe_of(folder: Path, environment: str, steps: int = STEPS) -> Path:
     return recipe
 
 
-ASKING = inside("covey.llm.conversation.workers._ProcessSession.ask", 60)
+ASKING = inside("covey.runtime.worker.sessions.Session.ask", 60)
 SAVING = inside("covey.runtime.checkpoint.CheckpointFolder.save", 400)
 UPDATING = inside("covey.train.update.update", 2000)
 KINDS: dict[str, tuple[str, tuple[object, ...]]] = {

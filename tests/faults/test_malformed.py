@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.llm.model.conversion import converted, embedded_file
+from covey.llm.model.gguf import converted, embedded_file
 from helpers import damage
 from helpers import malformed_tables as tables
 from helpers.forks import LIGHT, Forks

@@ -24,8 +24,8 @@ from covey import (
     UpdateConfig,
 )
 from covey.config.recipe import config_from_dict, read_tables
-from covey.config.validate import validate
-from covey.llm.conversation.python_environment import copied_environment
+from covey.config.rules import validate
+from covey.llm.conversation.processes import copied_environment
 from helpers import guessing
 from helpers.run_helpers import assert_same_run
 from helpers.tiny_models import tiny_folder
@@ -203,12 +203,12 @@ def opened(copied: bytes) -> Any:
 
 def test_tools_with_hints_in_quotes_are_described() -> None:
     """As of a script with `from __future__ import annotations`, whose names the copy does not have."""
-    _, schemas = opened(copied_environment(own_class(Comparing), "Own"))
-    assert [schema["function"]["name"] for schema in schemas] == ["higher"]
-    assert schemas[0]["function"]["parameters"]["properties"]["where"]["enum"] == ["up", "down"]
+    _, [tool] = opened(copied_environment(own_class(Comparing), "Own"))
+    assert tool.name == "higher"
+    assert tool.properties["where"]["enum"] == ["up", "down"]
 
 
 def test_functions_are_tools() -> None:
-    make, schemas = opened(copied_environment([double], "[double]"))
-    assert [schema["function"]["name"] for schema in schemas] == ["double"]
+    make, [tool] = opened(copied_environment([double], "[double]"))
+    assert tool.name == "double"
     assert make().double(4) == 8

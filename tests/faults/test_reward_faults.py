@@ -335,8 +335,8 @@ def test_the_worker_ends_when_its_parent_is_killed(tmp_path, busy):
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import sys, time\n"
-        "from covey.llm.rewards.reward_process import RewardProcess\n"
-        f"worker = RewardProcess({str(path) + ':reward'!r})\n"
+        "from covey.llm.rewards.runner import RewardPool\n"
+        f"worker = RewardPool({str(path) + ':reward'!r})\n"
         f"worker.call({{'completions': ['a']}}, 0, 2.0)\n"
         "print('ready', flush=True)\n"
         f"worker.call({{'completions': [{busy!r}]}}, 0, 2.0)\n"

@@ -16,7 +16,7 @@ from covey import CheckpointConfig, RewardConfig, RunConfig, SamplingConfig, Upd
 from covey.config import EvaluationConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import build_grader
-from covey.llm.rewards.worker import MARK
+from covey.runtime.worker.child import MARK
 from helpers.run_helpers import is_running
 from helpers.tiny_models import tiny_folder
 

@@ -16,9 +16,9 @@ import torch
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, build_grader
-from covey.llm.rewards.reward_process import LOAD_LEAST_SECONDS, RewardProcess
+from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardPool
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.llm.rewards.worker import load_function
+from covey.runtime.worker.child import load_function
 from covey.tracking.metrics import find
 from covey.tracking.records import rollout_record
 from covey.train.collect import _joined
@@ -247,7 +247,7 @@ def test_a_module_may_set_up_its_process_while_it_is_imported(tmp_path, monkeypa
     "statement", ["time.sleep(1000)", "while True: pass", "__import__('re').match('(a+)+b', 'a' * 60)"]
 )
 def test_an_import_that_never_ends_is_bounded_by_its_own_time_limit(statement, tmp_path, monkeypatch):
-    monkeypatch.setattr("covey.llm.rewards.reward_process.LOAD_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("covey.llm.rewards.runner.LOAD_LEAST_SECONDS", 0.5)
     path = tmp_path / "endless.py"
     path.write_text(f"import time\n{statement}\ndef f(completions): return [1.0]\n")
     one = build_grader([RewardConfig(function=f"{path}:f", timeout_seconds=0.5)], ())
@@ -259,8 +259,8 @@ def test_an_import_that_never_ends_is_bounded_by_its_own_time_limit(statement, t
 
 
 def test_an_import_may_take_as_long_as_a_call_and_ten_seconds_in_any_case():
-    assert RewardProcess("m:f", 60.0).load_seconds == 60.0
-    assert RewardProcess("m:f", 1.0).load_seconds == LOAD_LEAST_SECONDS == 10.0
+    assert RewardPool("m:f", load_seconds=60.0).load_seconds == 60.0
+    assert RewardPool("m:f", load_seconds=1.0).load_seconds == LOAD_LEAST_SECONDS == 10.0
 
 
 # The process outlives the parent that it kills by a moment, in which it could answer.
@@ -292,8 +292,8 @@ def test_what_a_reward_started_ends_with_a_run_that_is_killed(environment, tmp_p
         "  return [float(child.pid), float(os.getpid())]\n"
     )
     parent = (
-        "import time; from covey.llm.rewards.reward_process import RewardProcess\n"
-        f"print(RewardProcess({str(path) + ':f'!r}).call({{'completions': ['a', 'b']}}, 0, 20.0).values, flush=True)\n"
+        "import time; from covey.llm.rewards.runner import RewardPool\n"
+        f"print(RewardPool({str(path) + ':f'!r}).call({{'completions': ['a', 'b']}}, 0, 20.0).values, flush=True)\n"
         "time.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from covey.llm.conversation.environment import HostedEnvironment
-from covey.llm.conversation.workers import EnvironmentFailed, Reply
+from covey.llm.conversation.processes import Reply
 from covey.llm.rewards.runner import in_thread
+from covey.runtime.worker.process import CallError
 
 
 class EnvironmentThreads:
@@ -32,7 +33,7 @@ class _ThreadSession:
         def answer() -> Reply:
             reply = self._hosted.answer(request)
             if "failed" in reply:
-                raise EnvironmentFailed(reply["failed"])
+                raise CallError(reply["failed"])
             return reply
 
         return in_thread(answer)

@@ -27,11 +27,13 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
-        (wheel,) = folder.glob("covey-*.whl")
+        sources = [ROOT, ROOT / "extras" / "covey_environments"]
+        subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, *sources], check=True)
         venv = folder / ".venv"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-        subprocess.run([*pip, "--python", venv, "install", "--no-deps", "--no-index", wheel], check=True)
+        subprocess.run(
+            [*pip, "--python", venv, "install", "--no-deps", "--no-index", *folder.glob("covey*.whl")], check=True
+        )
         (self.packages,) = venv.glob("lib/python*/site-packages")
         # Files in it that name further folders, such as the one of the repository, do not count there.
         (self.packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")

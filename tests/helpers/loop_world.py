@@ -12,7 +12,7 @@ from covey.core import schedules
 from covey.data import Group, Start, StepRecord, collate
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import FixedSize
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.loop import train
 from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make

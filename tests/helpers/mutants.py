@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this file is also run as a
 from helpers import rotation
 
 TESTS = Path(__file__).parents[1]
-PACKAGE = TESTS.parent / "src" / "covey"
+EXTRAS = TESTS.parent / "extras"
+PACKAGES = {"covey": TESTS.parent / "src"} | {path.name: path / "src" for path in sorted(EXTRAS.glob("covey_*"))}
 UNCHANGED = "unchanged"
 FAILED = "failed_tests"
 IMPORTED = "imported_modules"
@@ -62,11 +63,20 @@ def test_torch():
 
 class Mutant(NamedTuple):
     name: str
-    file: str  # in the package
+    file: str  # in the package covey, or with the name of another package before it
     old: str  # occurs there exactly once
     new: str
     tests: list[str]  # files, or single tests where they notice sooner
     cpu: str = ""  # flag of the processors that run this code, and after "without" one that they lack
+
+    @property
+    def place(self) -> Path:
+        """The file in the folder of its package, or of a copy of all packages."""
+        return Path(self.file) if self.file.partition("/")[0] in PACKAGES else Path("covey", self.file)
+
+    @property
+    def source(self) -> Path:
+        return PACKAGES[self.place.parts[0]] / self.place
 
 
 class Outcome(NamedTuple):
@@ -109,16 +119,17 @@ MUTANTS = [mutant for mutant in read_mutants() if _runs_here(mutant.cpu)]
 def some_mutants(parts: int) -> list[Mutant]:
     """One of `parts` shares of the mutants, another each day; before them those in changed files, at most as many."""
     changed = rotation.changed_files()
-    new = [mutant for mutant in MUTANTS if f"src/covey/{mutant.file}" in changed]
+    new = [mutant for mutant in MUTANTS if str(mutant.source.relative_to(TESTS.parent)) in changed]
     rest = [mutant for mutant in MUTANTS if mutant not in new]
     return [*rotation.at_most(new, -(-len(MUTANTS) // parts)), *rotation.share(rest, parts)]
 
 
-def copy_package(source: Path, folder: Path, mutant: Mutant | None) -> None:
-    """Copy a compiled package without its bytecode of the file that the mutant changes."""
-    shutil.copytree(source, folder / "covey", copy_function=os.link)
+def copy_packages(source: Path, folder: Path, mutant: Mutant | None) -> None:
+    """Copy compiled packages without their bytecode of the file that the mutant changes."""
+    for name in PACKAGES:
+        shutil.copytree(source / name, folder / name, copy_function=os.link)
     if mutant:
-        target = folder / "covey" / mutant.file
+        target = folder / mutant.place
         text = target.read_text()
         target.unlink()  # the file is linked from all copies
         target.write_text(text.replace(mutant.old, mutant.new))
@@ -127,8 +138,9 @@ def copy_package(source: Path, folder: Path, mutant: Mutant | None) -> None:
 
 
 def import_packages(root: Path, tests: set[str]) -> Path:
-    """Import all that the tests import outside of this project, and return a copy of covey with its bytecode."""
-    shutil.copytree(PACKAGE, root / COMPILED / "covey", ignore=_all_but_code)
+    """Import all that the tests import outside of this project, and return a copy of it with its bytecode."""
+    for name, source in PACKAGES.items():
+        shutil.copytree(source / name, root / COMPILED / name, ignore=_all_but_code)
     warm_up = root / "test_warm_up.py"
     warm_up.write_text(WARM_UP)
     with redirect_stdout(sys.stderr):
@@ -140,18 +152,19 @@ def import_packages(root: Path, tests: set[str]) -> Path:
         sys.exit((root / COMPILED / "log").read_text())
     for name in (root / COMPILED / IMPORTED).read_text().split():
         top = name.partition(".")[0]
-        if top not in ("covey", "tests", "conftest", "__main__") and not (TESTS / top).exists():  # they import covey
+        if top not in (*PACKAGES, "tests", "conftest", "__main__") and not (TESTS / top).exists():  # they import covey
             with suppress(ImportError):  # a module that another one makes
                 importlib.import_module(name)
     gc.freeze()  # pytest collects garbage at its end: without looking through all of torch again
-    return root / COMPILED / "covey"
+    return root / COMPILED
 
 
 def _all_but_code(folder: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if not name.endswith((".py", ".cpp", ".h")) and (name == "__pycache__" or Path(folder, name).is_file())
+        if not name.endswith((".py", ".cpp", ".h", ".html", ".js", ".css", ".svg"))
+        and (name == "__pycache__" or Path(folder, name).is_file())
     ]
 
 
@@ -203,11 +216,11 @@ def main(root: Path, names: list[str]) -> None:
         os.environ["CXX"] = str(compiler)  # a mutant of the kernels is compiled once
     torch.set_num_threads(1)
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    package = import_packages(root, {name for mutant in mutants for name in mutant.tests})
-    outcomes = run_all(root, package, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
+    source = import_packages(root, {name for mutant in mutants for name in mutant.tests})
+    outcomes = run_all(root, source, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
     # A mutant that crashed has no failed test.
     noticed = {name for mutant in mutants for name in (outcomes[mutant.name].failed or mutant.tests)}
-    outcomes |= run_all(root, package, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
+    outcomes |= run_all(root, source, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
     print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
 
 
@@ -218,8 +231,9 @@ def in_parts(tests: set[str]) -> list[list[str]]:
     return [sorted(name for name in tests if name.partition("::")[0] in some) for some in chosen if some]
 
 
-def run_all(root: Path, package: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
-    """Run tests on copies of `package` in the folder `root`: a job is the name of a copy, its mutant, and tests."""
+def run_all(root: Path, source: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
+    """Run tests on copies of the packages of `source`, in the folder `root`: a job is the name of a copy, its mutant,
+    and tests."""
     outcomes: dict[str, Outcome] = {}
     running: dict[int, tuple[str, float]] = {}
 
@@ -233,7 +247,7 @@ def run_all(root: Path, package: Path, jobs: Sequence[tuple[str, Mutant | None, 
             shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
     for name, mutant, tests in jobs:
-        copy_package(package, root / name, mutant)
+        copy_packages(source, root / name, mutant)
         if len(running) == AT_ONCE:
             wait_for_one()
         compiles = mutant is not None and not mutant.file.endswith(".py")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.runtime.web_server import listen
+from covey.watch.answers import Answers
 from covey.watch.command import page_server
 from covey.watch.indexer import Indexer
 from covey.watch.library import Library, run_id
@@ -80,7 +81,7 @@ def children_of(pid: int | None) -> list[int]:
 def serving_here(library: Library) -> Iterator[Client]:
     """The server of a library, in a thread of this process; it has ended with the block."""
     with listen("127.0.0.1", 0) as listening, Indexer() as indexer:
-        server = page_server(library, indexer)
+        server = page_server(Answers(library, indexer), indexer)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.tensor_files import SavedParts
+from covey.runtime.checkpoint import CheckpointFolder, SavedParts
 from covey.tracking.metrics import is_reproducible
 from helpers import rank_cases
 from helpers.rank_cases import start_ranks

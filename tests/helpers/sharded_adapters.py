@@ -21,13 +21,13 @@ from covey.config import CriticConfig, LoRAConfig, ReferenceConfig, RunConfig
 from covey.data import Team
 from covey.experiment.adaptation import adapt
 from covey.experiment.divided_weights import Models, divide
-from covey.llm.model.adapted_layers import adapted_layers, all_factors, merged_weight
+from covey.llm.model.lora import adapted_layers, all_factors, merged_weight
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.remote.weights import gathered
 from covey.runtime.distributed import ShardedTeam, joined_ranks
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import is_sharded, local
-from covey.train.shards import own_shards
+from covey.train.gather import own_shards
 from helpers.recomputing import batch_of
 from helpers.tiny_models import tiny_model
 

@@ -1,6 +1,7 @@
 """How large the code is: lines, files, functions, config fields and modules with one importer, by package.
 
 `make size` prints the working tree; `make size SINCE=REVISION` puts that commit of the repository beside it.
+`python size.py --picture` prints the picture of docs/design.md.
 """
 
 import ast
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +47,9 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def importers(modules):
-    """How many modules import each module; a package that only passes names on counts as an importer."""
-    counts = Counter()
+def imports(modules):
+    """The modules that each module imports; a package that only passes names on counts as an importer."""
+    found = {}
     for name, module in modules.items():
         imported = set()
         for node in ast.walk(module):
@@ -55,14 +57,40 @@ def importers(modules):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        counts.update((imported & modules.keys()) - {name})
-    return counts
+        found[name] = (imported & modules.keys()) - {name}
+    return found
+
+
+def source_modules(files):
+    """Syntax trees of the modules under src by dotted name."""
+    return {module_name(path): ast.parse(text) for path, text in files.items() if path.parts[0] == "src"}
+
+
+def picture():
+    """A Mermaid graph of the imports between the packages of src, without those that follow from others."""
+    edges = {}
+    for name, imported in imports(source_modules(tree())).items():
+        package = name.split(".")[1:2]
+        below = {other.split(".")[1] for other in imported if other.count(".")}
+        if package:
+            edges.setdefault(package[0], set()).update(below - set(package))
+
+    def reached(package):
+        return edges[package].union(*map(reached, edges[package]))
+
+    lines = [
+        f"    {package} --> {below}"
+        for package in sorted(edges)
+        for below in sorted(edges[package])
+        if not any(below in reached(other) for other in edges[package])
+    ]
+    return "\n".join(["graph TD", *lines])
 
 
 def measure(files):
     """Rows of (package, figures in the order of COLUMNS) of src, and one row each for extras and tests."""
     parsed = {path: ast.parse(text) for path, text in files.items()}
-    used = importers({module_name(path): module for path, module in parsed.items() if path.parts[0] == "src"})
+    used = Counter(chain.from_iterable(imports(source_modules(files)).values()))
     rows = {}
     for path, text in files.items():
         package = path.parts[0] if path.parts[0] != "src" else "/".join(path.parts[2:-1][:2]) or "covey"
@@ -97,4 +125,4 @@ def main(revision=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    print(picture()) if sys.argv[1:] == ["--picture"] else main(*sys.argv[1:2])

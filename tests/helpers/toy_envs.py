@@ -13,9 +13,9 @@ from rich.console import Console
 
 from covey.config import ControlConfig
 from covey.config.recipe import config_from_dict
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.control.envs.vector_env import Environments, make_environments
-from covey.control.nets.running_mean_std import RunningMeanStd
+from covey.control.nets.mlp import RunningMeanStd
 from covey.control.policy import ControlPolicy
 from covey.control.tasks import ResetSeeds
 from covey.data import EndReason, Group, Rollout, Start, collate

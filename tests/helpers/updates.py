@@ -5,7 +5,7 @@ from __future__ import annotations
 from covey.algorithms import Algorithm
 from covey.core import schedules
 from covey.data import Batch, Critic, Policy
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import CriticLearner, Learner, Optimizer, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.update import update
 

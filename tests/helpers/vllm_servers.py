@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
-from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
 from covey.llm.remote.weights import FileTransport, Transport, gathered, give
+from covey_vllm.launcher import VllmProcess, VllmSettings
 from helpers.tiny_models import CHARACTERS, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +55,10 @@ class RunningVllm:
         return Client(self.address, TOKEN, TIMEOUT_SECONDS)
 
     def post(self, route: str, body: dict[str, Any]) -> Any:
-        return asyncio.run(self.client.post(route, body, 1 << 28))
+        return json.loads(asyncio.run(self.client.post(route, body, 1 << 28)) or "null")
 
     def get(self, route: str) -> Any:
-        return asyncio.run(self.client.get(route))
+        return json.loads(asyncio.run(self.client.get(route)) or "null")
 
     def tokens_generated(self) -> float:
         """Tokens that the server has generated since its start."""
@@ -89,7 +90,8 @@ class RunningVllm:
             if not salt:
                 del body["cache_salt"]
             async with limit:
-                answer: dict[str, Any] = await self.client.post(wire.GENERATE, body, wire.answer_bytes(request))
+                content = await self.client.post(wire.GENERATE, body, wire.answer_bytes(request))
+            answer: dict[str, Any] = json.loads(content)
             return answer
 
         return await asyncio.gather(*map(ask, requests))

@@ -16,8 +16,7 @@ from safetensors import safe_open
 
 from covey.config import ConfigError, MachineError
 from covey.runtime import checkpoint
-from covey.runtime.best_checkpoint import BestPinned
-from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
+from covey.runtime.checkpoint import BestPinned, CheckpointError, CheckpointFolder
 
 
 def bits(tensor):

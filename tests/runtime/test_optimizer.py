@@ -12,7 +12,7 @@ from covey.config import ConfigError
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.distributed import Alone
 from covey.runtime.optimizer import MasterAdamW, total_norm
-from covey.train.shards import own_shards
+from covey.train.gather import own_shards
 from helpers.thread_team import on_ranks
 
 BETAS = (0.9, 0.95)

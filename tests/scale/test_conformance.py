@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from covey.llm.generation.generator import Completion, GenerationRequest
+from covey.llm.generation.generator import Completion
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.weights import FileOffer, FileTransport, gathered, give
@@ -62,13 +63,9 @@ def conduct(client: Client, folder: Path, model: Path, *, covey: bool) -> list[t
     requests = requests_for(random_prompts(4, 20, module.config.vocab_size), 2, 24, end_ids=END)
 
     def sampled(version: str) -> list[list[Completion]]:
-        async def ask(request: GenerationRequest) -> list[Completion]:
-            body = wire.request_body(request, version, covey=covey)
-            content = await client.post_raw(wire.GENERATE, body, wire.answer_bytes(request))
-            return wire.read_answer(content, request, version, module.config.vocab_size)
-
         async def all_of_them() -> list[list[Completion]]:
-            return await asyncio.gather(*map(ask, requests))
+            vocabulary = module.config.vocab_size
+            return await asyncio.gather(*(client.generate(one, version, vocabulary, covey=covey) for one in requests))
 
         return asyncio.run(all_of_them())
 
@@ -85,7 +82,7 @@ def conduct(client: Client, folder: Path, model: Path, *, covey: bool) -> list[t
             return update(offer, version)
 
     def state(name: str, refused: bool, unchanged: Callable[[], bool]) -> tuple[str, bool, str, bool]:
-        return name, refused, asyncio.run(client.get(wire.WEIGHT_INFO))["weight_version"], unchanged()
+        return name, refused, json.loads(asyncio.run(client.get(wire.WEIGHT_INFO)))["weight_version"], unchanged()
 
     found = [state("first", good("first"), lambda: True)]
     before = sampled("first")

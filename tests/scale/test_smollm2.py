@@ -20,7 +20,7 @@ from covey.llm.generation.generator import GenerationRequest
 from covey.llm.model.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
-from covey.llm.remote.probe import mean_gap, probe
+from covey.llm.remote.proof import mean_gap, probe
 from covey.llm.remote.weights import FileTransport, gathered
 from helpers.vllm_servers import RunningVllm, change, gaps, read, record, requests_for, running, spans
 

@@ -31,10 +31,8 @@ from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.generator import RemoteGenerator
-from covey.llm.remote.group_transport import GroupOffer, GroupTransport, checksum
-from covey.llm.remote.probe import probe
-from covey.llm.remote.proof import Proof
-from covey.llm.remote.weights import FileTransport, gathered, give
+from covey.llm.remote.proof import Proof, probe
+from covey.llm.remote.weights import FileTransport, GroupOffer, GroupTransport, checksum, gathered, give
 from helpers.tiny_models import CHARACTERS
 from helpers.vllm_servers import (
     PYTHON,
@@ -345,7 +343,7 @@ def test_v11_a_killed_worker_loses_no_group(tied, tied_folder, scratch):
 PARENT = """
 import sys, time
 from pathlib import Path
-from covey.llm.remote.vllm_launcher import VllmProcess, VllmSettings
+from covey_vllm.launcher import VllmProcess, VllmSettings
 from helpers.vllm_servers import PYTHON
 folder, scratch = map(Path, sys.argv[1:])
 settings = VllmSettings(PYTHON, folder, "127.0.0.1", 8935, scratch / "token", [scratch], "fp32", eager=True)

@@ -26,7 +26,7 @@ from covey.train.collect import (
     LogGroupSizes,
     StepGroups,
 )
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.loop import collect, train, train_step
 from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make

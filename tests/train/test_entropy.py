@@ -23,8 +23,7 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm, build_entropy_control
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import FixedSize
-from covey.train.entropy_control import NO_ENTROPY_CONTROL
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import NO_ENTROPY_CONTROL, ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import Prepared, prepare_rows
 from covey.train.state import Components, LoopConfig, Progress, load_checkpoint

@@ -28,7 +28,7 @@ from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import FixedSize
-from covey.train.kl_coefficient import KLCoefficient, ScheduledCoefficient
+from covey.train.controllers import KLCoefficient, ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.state import Components, LoopConfig, NeverUpdate, load_checkpoint

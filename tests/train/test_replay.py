@@ -21,7 +21,7 @@ from covey.config import ConfigError
 from covey.core import schedules
 from covey.core.ratios import ImportanceWeights, sequence_product_log_ratio, token_log_ratio
 from covey.data import EndReason, Group, Rollout, Start, collate
-from covey.data.rollout_tensors import for_learning
+from covey.data.serialization import for_learning
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.learners import UpdatePlan

@@ -17,10 +17,9 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
 from covey.runtime.distributed import Alone
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import GroupSource
-from covey.train.gather import gather_groups
+from covey.train.gather import fill_rows, gather_groups, own_shards, shard_rows, share
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.shards import fill_rows, own_shards, shard_rows, share
 from covey.train.update import update
 from helpers.tabular_policy import ACTIONS, CONTEXTS, ToyCritic, ToyPolicy
 from helpers.thread_team import on_ranks

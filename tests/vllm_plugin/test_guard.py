@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from covey_vllm import Guard
 
 TOKEN = "secret-word"

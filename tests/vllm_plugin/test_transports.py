@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from covey_vllm.checkpoint import BadWeights, Expected, expected_of
-from covey_vllm.transports import FileTransport, GlooTransport, allowed_folders
 from safetensors.torch import save, save_file
 from torch.distributed import TCPStore
 
-from covey.llm.remote.group_transport import make_group
+from covey.llm.remote.weights import make_group
+from covey_vllm.checkpoint import BadWeights, Expected, expected_of
+from covey_vllm.transports import FileTransport, GlooTransport, allowed_folders
 
 EXPECTED = Expected({"a.weight": (3, 2), "b.weight": (4,)}, torch.float32)
 SECONDS = 60

@@ -14,8 +14,8 @@ from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
 from covey.config.recipe_writing import config_to_dict
+from covey.config.rules import validate
 from covey.config.terminal import say
-from covey.config.validate import validate
 from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
@@ -62,7 +62,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     if output is not None:
         check_new_file(output, "--output")
     from covey.experiment.inference import evaluate_model
-    from covey.llm.generation.truncation import Truncation
+    from covey.llm.generation.token_sampling import Truncation
 
     result = evaluate_model(config, samples=samples, temperature=temperature, truncation=Truncation(**truncation))
     if output is not None:

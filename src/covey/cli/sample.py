@@ -10,12 +10,12 @@ from typing import Any
 from covey.cli.numbers import number
 from covey.cli.truncation import truncation_of
 from covey.config import ConfigError, ConversationConfig, EvaluationConfig, RunConfig, SamplingConfig
-from covey.config.chat import check_stop
 from covey.config.fields import check_fields, check_text
+from covey.config.llm import check_stop
 from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_recipe
+from covey.config.rules import validate
 from covey.config.terminal import say
-from covey.config.validate import validate
 
 MAX_NEW_TOKENS = 64
 NO_ENVIRONMENT = "none"
@@ -72,7 +72,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         return
     validate(config, own_task=True)
     from covey.experiment.inference import sample_groups
-    from covey.llm.generation.truncation import Truncation
+    from covey.llm.generation.token_sampling import Truncation
 
     sampled = sample_groups(
         config, arguments.n, arguments.temperature, Truncation(**truncation),
@@ -165,7 +165,7 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
 def _answers(arguments: argparse.Namespace, config: RunConfig, truncation: dict[str, Any]) -> None:
     """Print single answers to a prompt."""
     from covey.experiment.inference import sample_model
-    from covey.llm.generation.truncation import Truncation
+    from covey.llm.generation.token_sampling import Truncation
     from covey.tracking.console import printable
 
     texts = sample_model(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import fields
 from typing import Any
 
 from covey.cli.numbers import number
 from covey.config import ConfigError
 from covey.config.model_sources import locate_model
+from covey.config.named_modules import entry_points_of
 from covey.config.serving import ServeOptions, VllmOptions
 
 LONGEST_PROBE = 64  # tokens; the probe at the start needs less
@@ -93,9 +95,11 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     options.token()  # these two raise, before torch is loaded
     options.weights_folder()
     if arguments.vllm:
-        from covey.experiment.serve_vllm import serve_vllm
-
-        serve_vllm(options, vllm)
+        launcher = entry_points_of("covey.servers").get("vllm", "")
+        if not launcher:
+            raise ConfigError('--vllm needs the package covey-vllm here, beside covey: pip install "covey[vllm]"')
+        module, _, serve = launcher.partition(":")
+        getattr(importlib.import_module(module), serve)(options, vllm)
     else:
         from covey.experiment.serve import serve_model
 

@@ -11,8 +11,7 @@ from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.recipe import read_sft_recipe
 from covey.config.recipe_files import find_recipe
-from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE
-from covey.config.validate_sft import is_function, is_run
+from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
 from covey.llm.data.sft_examples import read_rows, split_examples
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from covey.cli.numbers import number
+from covey.cli.report import advice_on
 
 
 def add_watch_options(command: Any) -> None:
@@ -43,7 +44,7 @@ def watch_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     from covey.watch.command import watch
 
     try:
-        watch(arguments.runs, port=arguments.port, open_page=arguments.open)
+        watch(arguments.runs, port=arguments.port, open_page=arguments.open, advise=advice_on)
     except KeyboardInterrupt:  # the usual end
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the ^C that the terminal shows

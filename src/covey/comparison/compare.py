@@ -41,11 +41,10 @@ from covey.config import ConfigError, ControlConfig, RunConfig, RunError
 from covey.config.faults import faults_of
 from covey.config.fields import plural
 from covey.config.files import shortened, user_path
-from covey.config.machine import processors
+from covey.config.machine import check_threads, processors
 from covey.config.recipe import read_recipe, split_overrides
 from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import config_to_dict, first_difference, task_name
-from covey.config.validate_size import check_threads
 from covey.experiment.advice import Launch
 from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOCK_FILE, FolderLock, check_run_dir, holds_run, write_atomically

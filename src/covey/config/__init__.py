@@ -1,12 +1,11 @@
 """Configs of runs: frozen dataclasses and the rules that their values obey.
 
 `RunConfig` is a run on a language model, `ControlConfig` one on a Gymnasium environment. `covey.config.recipe` fills
-them from TOML and the command line, `covey.config.validate` refuses what cannot work. Importing this package loads
+them from TOML and the command line, `covey.config.rules` refuses what cannot work. Importing this package loads
 neither torch nor transformers, so that a mistake is reported at once. The second argument of `config_field` is the
 field's `--help`.
 """
 
-from covey.config.chat import ChatConfig
 from covey.config.common import (
     ALGORITHM_NAMES,
     CRITIC_FREE,
@@ -32,7 +31,7 @@ from covey.config.control import (
 )
 from covey.config.conversation import Conversation, ConversationConfig
 from covey.config.llm import (
-    EMBEDDED_MODELS,
+    ChatConfig,
     ClusterConfig,
     CriticConfig,
     EvaluationConfig,
@@ -43,13 +42,14 @@ from covey.config.llm import (
     ReferenceConfig,
     RunConfig,
     SamplingConfig,
+    SelectionConfig,
     UpdateConfig,
 )
 from covey.config.lora import LoRAConfig
+from covey.config.model_sources import EMBEDDED_MODELS
 from covey.config.replay import ReplayConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
-from covey.config.selection import SelectionConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import (
     TASK_CONFIGS,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 CRITIC_FREE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp")
 ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
+# Algorithms that compare with a critic or with the whole step, so that no group is without a signal for them.
+NOT_BY_GROUP = ("ppo", "reinforce_pp")
+BY_GROUP = tuple(name for name in ALGORITHM_NAMES if name not in NOT_BY_GROUP)
+WITHOUT_RATIO = ("rloo", "reinforce")  # algorithms whose surrogate has no ratio to clip, so they are on-policy only
+CLIPPED = tuple(name for name in ALGORITHM_NAMES if name not in WITHOUT_RATIO)
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # each is also the name of its package and of the extra
 
 
@@ -33,6 +41,31 @@ class MachineError(_OneLine, RuntimeError):
     """A fault of the machine (disk, memory, permissions), in one line with the path and what to do about it."""
 
 
+class Fault(NamedTuple):
+    """A contradiction between values of a config.
+
+    Attributes:
+        message: one line that names the field and the remedy.
+        mends: dotted field -> a value that mends the fault. If the command line caused the fault, the first of these
+            fields that it did not give gets its value (`covey.config.follow`).
+        subject: fields that are refused instead if the command line gave them.
+    """
+
+    message: str
+    mends: Mapping[str, Any] = MappingProxyType({})
+    subject: tuple[str, ...] = ()
+
+
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raise the first of these contradictions as a ConfigError."""
+    for fault in faults:
+        raise ConfigError(fault.message)
+
+
+class Default:
+    """In `Fault.mends`: the default of the field."""
+
+
 def config_field(
     default: Any,
     text: str,
@@ -42,6 +75,9 @@ def config_field(
     max: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    because: str = "",
+    used_by: tuple[str, ...] = (),
+    needs: str = "",
     advanced: bool = False,
 ) -> Any:
     """A config field: its default, its help text and the values it may take.
@@ -49,14 +85,20 @@ def config_field(
     Args:
         min, max: inclusive limits; in a list they hold for every item.
         above, below: exclusive limits.
+        because: reason for the limits, which a refusal adds.
+        used_by: the only algorithms, or kinds of rollouts, that use the field; empty: all.
+        needs: another field of the table, without which this one has no effect.
         advanced: shown by `--help-all` only.
     """
     limits = {"min": min, "max": max, "above": above, "below": below}
-    return field(default=default, metadata={"help": text, "choices": choices, "limits": limits, "advanced": advanced})
+    metadata = {"help": text, "choices": choices, "limits": limits, "because": because, "advanced": advanced}
+    return field(default=default, metadata=metadata | {"used_by": used_by, "needs": needs})
 
 
 class Table:
     """Base of config tables. A list that a Python program gives becomes a tuple, which cannot change."""
+
+    SWITCH: ClassVar[tuple[str, ...]] = ()  # fields; unless one of them is set, no other field has an effect
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # of the dataclass below
@@ -64,15 +106,35 @@ class Table:
             if isinstance(value, list) and isinstance(item.default, tuple):
                 object.__setattr__(self, item.name, tuple(value))
 
+    def faults(self) -> Iterator[Fault]:
+        """Contradictions between values of this table, each of which has its type and is within its limits."""
+        yield from ()
+
+    def check(self) -> None:
+        """Refuse what the file system or missing packages rule out.
+
+        Raises:
+            ConfigError: one line that names the field and the remedy.
+        """
+
 
 @dataclass(frozen=True)
 class LossBase(Table):
     """Fields of the loss that both kinds of run share. None takes the algorithm's own default."""
 
-    clip_low: float | None = config_field(None, "the ratio is clipped below at 1 - clip_low", above=0, max=1)
-    clip_high: float | None = config_field(None, "the ratio is clipped above at 1 + clip_high", above=0)
+    clip_low: float | None = config_field(
+        None, "the ratio is clipped below at 1 - clip_low", above=0, max=1, used_by=CLIPPED
+    )
+    clip_high: float | None = config_field(
+        None, "the ratio is clipped above at 1 + clip_high", above=0, used_by=CLIPPED
+    )
     dual_clip: float | None = config_field(
-        None, "dual clip: bound of the ratio for negative advantages, above 1; unset: off", above=1, advanced=True
+        None,
+        "dual clip: bound of the ratio for negative advantages, above 1; unset: off",
+        above=1,
+        advanced=True,
+        used_by=CLIPPED,
+        because="it bounds the ratio of negative advantages from above, 3.0 is usual; unset turns it off",
     )
     kl_coefficient: float | None = config_field(None, "weight of the KL; 0 only logs it", min=0)
     kl_estimator: str | None = config_field(
@@ -95,7 +157,7 @@ class LossBase(Table):
         advanced=True,
     )
     adaptive_kl_horizon: int = config_field(
-        10_000, "horizon of the adaptive KL coefficient, in rollouts", min=1, advanced=True
+        10_000, "horizon of the adaptive KL coefficient, in rollouts", min=1, advanced=True, needs="adaptive_kl_target"
     )
     entropy_coefficient: float = config_field(0.0, "weight of the entropy bonus", min=0)
     entropy_target: float | None = config_field(
@@ -106,6 +168,7 @@ class LossBase(Table):
         "what the controller adapts: entropy_coefficient (bonus), or the clip range (clip)",
         choices=("bonus", "clip"),
         advanced=True,
+        needs="entropy_target",
     )
     entropy_gain: float = config_field(
         0.2,
@@ -114,6 +177,7 @@ class LossBase(Table):
         above=0,
         max=1,
         advanced=True,
+        needs="entropy_target",
     )
     entropy_bounds: tuple[float, ...] = config_field(
         (),
@@ -121,6 +185,7 @@ class LossBase(Table):
         "unset: 0.01 and 100, for the clip range 0.25 and 4",
         above=0,
         advanced=True,
+        needs="entropy_target",
     )
     clip_cov_fraction: float = config_field(
         0.0,
@@ -130,7 +195,10 @@ class LossBase(Table):
         max=1,
     )
     clip_cov_bounds: tuple[float, ...] = config_field(
-        (1.0, 5.0), "Clip-Cov: lowest and highest covariance of those that are drawn from, in nats", advanced=True
+        (1.0, 5.0),
+        "Clip-Cov: lowest and highest covariance of those that are drawn from, in nats",
+        advanced=True,
+        needs="clip_cov_fraction",
     )
     kl_cov_fraction: float = config_field(
         0.0,
@@ -139,21 +207,31 @@ class LossBase(Table):
         min=0,
         max=1,
     )
-    kl_cov_coefficient: float = config_field(1.0, "KL-Cov: weight of its penalty", above=0, advanced=True)
+    kl_cov_coefficient: float = config_field(
+        1.0, "KL-Cov: weight of its penalty", above=0, advanced=True, needs="kl_cov_fraction"
+    )
     value_coefficient: float = config_field(
         0.5,
         'ppo: weight of the value loss; with critic.trunk = "own" it matters only where max_grad_norm clips',
         min=0,
         advanced=True,
+        used_by=("ppo",),
     )
     value_clip: float | None = config_field(
-        None, "ppo: clip range of the value loss; unset: no clipping", above=0, advanced=True
+        None, "ppo: clip range of the value loss; unset: no clipping", above=0, advanced=True, used_by=("ppo",)
     )
     gae_lambda: float = config_field(
-        0.95, "ppo: lambda of GAE, from 0 (one-step TD error) to 1 (Monte Carlo returns)", min=0, max=1
+        0.95,
+        "ppo: lambda of GAE, from 0 (one-step TD error) to 1 (Monte Carlo returns)",
+        min=0,
+        max=1,
+        used_by=("ppo",),
     )
     whiten: bool = config_field(
-        True, "ppo: normalise advantages to mean 0 and standard deviation 1 over the step", advanced=True
+        True,
+        "ppo: normalise advantages to mean 0 and standard deviation 1 over the step",
+        advanced=True,
+        used_by=("ppo",),
     )
     importance_cap: float | None = config_field(
         None,
@@ -176,9 +254,61 @@ class LossBase(Table):
         advanced=True,
     )
 
+    def faults(self) -> Iterator[Fault]:
+        unset = {"loss.entropy_target": Default}
+        yield from self._bad_pair("clip_cov_bounds", self.clip_cov_bounds)
+        if self.entropy_target == 0:
+            yield Fault(
+                "loss.entropy_target is 0, and the controller measures deviations relative to it: set one near 0, such "
+                "as 0.05",
+                unset,
+            )
+        if self.entropy_target is not None and self.entropy_controller == "bonus" and not self.entropy_coefficient:
+            yield Fault(
+                "loss.entropy_target is set, but not the coefficient that it adapts: set loss.entropy_coefficient "
+                'above 0 (0.001 is usual, in control 0.01), or entropy_controller to "clip"',
+                unset,
+            )
+        if self.entropy_bounds:
+            yield from self._bad_pair("entropy_bounds", self.entropy_bounds)
+            if not self.entropy_bounds[0] <= 1 <= self.entropy_bounds[-1]:
+                yield Fault(
+                    "loss.entropy_bounds are factors, and the run begins with the factor 1, which must be between "
+                    f"them, such as [0.1, 10.0] (are {list(self.entropy_bounds)})",
+                    unset,
+                )
+        if self.importance_mask and (
+            len(self.importance_mask) != 2 or not 0 <= self.importance_mask[0] < 1 < self.importance_mask[1]
+        ):
+            yield Fault(
+                "loss.importance_mask must be a lowest weight below 1 and a highest above 1, such as [0.5, 5.0], got "
+                f"{list(self.importance_mask)}"
+            )
+        elif (
+            self.importance_mask and self.importance_cap is not None and self.importance_cap >= self.importance_mask[1]
+        ):
+            yield Fault(
+                f"loss.importance_cap = {self.importance_cap:g} has no effect, because importance_mask leaves out "
+                f"weights above {self.importance_mask[1]:g}: lower the cap, or remove one of them"
+            )
+
+    def _bad_pair(self, name: str, bounds: tuple[float, ...]) -> Iterator[Fault]:
+        if len(bounds) != 2 or not bounds[0] < bounds[1]:
+            yield Fault(
+                f"loss.{name} must be two numbers, the lowest and the highest, such as [0.5, 5.0] (is {list(bounds)})"
+            )
+
+    @property
+    def entropy_factors(self) -> tuple[float, float]:
+        """The bounds of what the controller of the entropy multiplies."""
+        if self.entropy_bounds:
+            low, high = self.entropy_bounds
+            return low, high
+        return (0.01, 100.0) if self.entropy_controller == "bonus" else (0.25, 4.0)
+
 
 @dataclass(frozen=True)
-class UpdateBase:
+class UpdateBase(Table):
     """Fields of the update that both kinds of run share."""
 
     learning_rate: float = config_field(1e-5, "peak learning rate of AdamW", above=0)
@@ -202,16 +332,18 @@ class UpdateBase:
         advanced=True,
     )
     critic_learning_rate: float | None = config_field(
-        None, "ppo: the critic's learning rate; unset: learning_rate", above=0, advanced=True
+        None, "ppo: the critic's learning rate; unset: learning_rate", above=0, advanced=True, used_by=("ppo",)
     )
-    critic_epochs: int = config_field(0, "ppo: further passes for the critic alone", min=0, advanced=True)
+    critic_epochs: int = config_field(
+        0, "ppo: further passes for the critic alone", min=0, advanced=True, used_by=("ppo",)
+    )
     critic_warmup_steps: int = config_field(
-        0, "ppo: first steps in which only the critic is trained", min=0, advanced=True
+        0, "ppo: first steps in which only the critic is trained", min=0, advanced=True, used_by=("ppo",)
     )
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Table):
     every: int = config_field(20, "steps between checkpoints", min=1)
     keep: int = config_field(2, "checkpoints kept, at least 2", min=2, advanced=True)
     best: bool = config_field(
@@ -235,3 +367,20 @@ class RunBase(Table):
     trackers: tuple[str, ...] = config_field(
         (), "experiment trackers that receive metrics and rollouts as well; each needs its extra", choices=TRACKERS
     )
+
+    def check(self) -> None:
+        check_trackers(self.trackers)
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Refuse a tracker that is named twice, and one whose package is missing.
+
+    Raises:
+        ConfigError: naming the tracker and the remedy.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"trackers has {name} twice: remove one")
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of this name in the working folder is no package
+            raise ConfigError(f'trackers: {name} needs a package: pip install "covey[{name}]"')

@@ -5,12 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import ALGORITHM_NAMES, CheckpointConfig, LossBase, RunBase, Table, UpdateBase, config_field
+from covey.config.common import (
+    ALGORITHM_NAMES,
+    BY_GROUP,
+    CheckpointConfig,
+    LossBase,
+    RunBase,
+    Table,
+    UpdateBase,
+    config_field,
+)
 from covey.config.replay import ReplayConfig
+
+GROUPED = ("episodes", "branches")  # kinds of rollouts that are compared within groups
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Table):
     id: str = config_field("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
     vectorization: str = config_field(
         "auto",
@@ -38,25 +49,34 @@ class PolicyConfig(Table):
         1.0, "standard deviation of continuous actions at the start", above=0, advanced=True
     )
     critic_hidden: tuple[int, ...] = config_field(
-        (), "widths of ppo's critic; empty: the policy's", min=1, max=1_000_000, advanced=True
+        (), "widths of ppo's critic; empty: the policy's", min=1, max=1_000_000, advanced=True, used_by=("ppo",)
     )
 
 
 @dataclass(frozen=True)
-class RolloutsConfig:
+class RolloutsConfig(Table):
     kind: str = config_field(
         "episodes",
         "how rollouts are made: whole episodes from each start (episodes), branches from one state of an episode "
         "(branches), or fragments of a fixed number of steps (fragments, for ppo)",
         choices=("episodes", "branches", "fragments"),
     )
-    starts_per_step: int = config_field(4, "starts (reset seeds) per training step", min=1)
-    group_size: int = config_field(8, "rollouts from each start, which are compared with each other", min=1)
-    environments: int = config_field(
-        0, "copies of the environment that step side by side; 0: one per rollout (8 for fragments)", min=0
+    starts_per_step: int = config_field(
+        4, "starts (reset seeds) per training step", min=1, used_by=("episodes", "branches")
     )
-    fragment_steps: int = config_field(128, "fragments: steps of each copy per training step", min=2)
-    horizon: int = config_field(50, "branches: decisions in a branch", min=1, advanced=True)
+    group_size: int = config_field(
+        8, "rollouts from each start, which are compared with each other", min=1, used_by=("episodes", "branches")
+    )
+    environments: int = config_field(
+        0,
+        "copies of the environment that step side by side; 0: one per rollout (8 for fragments)",
+        min=0,
+        used_by=("episodes", "fragments"),
+    )
+    fragment_steps: int = config_field(
+        128, "fragments: steps of each copy per training step", min=2, used_by=("fragments",)
+    )
+    horizon: int = config_field(50, "branches: decisions in a branch", min=1, advanced=True, used_by=("branches",))
     gamma: float | None = config_field(
         None,
         "discount per decision; unset: 1 if the outcomes of episodes are compared, else 0.99",
@@ -91,6 +111,7 @@ class ControlLossConfig(LossBase):
         "those of all decisions of the group (reward_to_go), of the siblings at the same step (reward_to_go_by_step), "
         "or of the same episode (within_episode)",
         choices=("outcome", "reward_to_go", "reward_to_go_by_step", "within_episode"),
+        used_by=BY_GROUP,
     )
 
 
@@ -103,7 +124,7 @@ class ControlUpdateConfig(UpdateBase):
 
 
 @dataclass(frozen=True)
-class ControlEvaluationConfig:
+class ControlEvaluationConfig(Table):
     episodes: int = config_field(100, "episodes played greedily before and after training", min=1, max=1_000_000)
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
     patience: int = config_field(

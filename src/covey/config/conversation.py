@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
+from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError, Table, config_field
+from covey.config.fields import did_you_mean
+from covey.config.function_source import check_function_name
+from covey.config.named_modules import entry_points_of, find_module
 
+BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
+    "calculator": "covey.llm.conversation.environments.calculator:Calculator",
+    "python": "covey.llm.conversation.environments.python:Python",
+    "search": "covey.llm.conversation.environments.search:Search",
+    "guess_number": "covey.llm.conversation.environments.guess_number:GuessNumber",
+    "maze": "covey.llm.conversation.environments.maze:Maze",
+}
+# Those of covey-environments: name in a recipe -> the module that it imports; an extra of the same name has both.
+ADAPTERS: dict[str, str] = {"gymnasium": "gymnasium", "openenv": "websockets", "verifiers": "verifiers"}
 GIVEN_IN_PYTHON = " (given in Python)"  # after the name of an environment that only a Python program has
+
+
+def installed_environments() -> dict[str, str]:
+    """Name in a recipe -> module:Class, of the environments that other packages have."""
+    return entry_points_of("covey.environments")
 
 
 @dataclass(frozen=True)
 class ConversationConfig(Table):
+    SWITCH = ("environment",)
+
     environment: str = config_field(
         "",
         "environment that answers the model, so that a rollout has several turns: a built-in one, or your own "
@@ -49,14 +69,62 @@ class ConversationConfig(Table):
 
     @property
     def source(self) -> str:
-        """The class of the environment as file.py:Class or module:Class."""
-        return BUILT_IN_ENVIRONMENTS.get(self.environment, self.environment)
+        """The class of the environment as file.py:Class or module:Class; an unknown name as it is."""
+        name = self.environment
+        if ":" in name or name in BUILT_IN_ENVIRONMENTS:
+            return BUILT_IN_ENVIRONMENTS.get(name, name)
+        return installed_environments().get(name, name)
 
     @property
     def given_in_python(self) -> str:
         """The name of an environment that a Python program gave; "" for one that a recipe can name."""
         name = self.environment
         return name.removesuffix(GIVEN_IN_PYTHON) if name.endswith(GIVEN_IN_PYTHON) else ""
+
+    @property
+    def assigned_options(self) -> dict[str, Any]:
+        """Name -> value of `options`. Raises ConfigError for an entry that is not a TOML assignment."""
+        example = '"results = 2" or \'folder = "texts"\''
+        return read_assignments(self.options, "conversation.options", example=example, taken=())
+
+    @property
+    def imported_module(self) -> tuple[str, str]:
+        """The module that a built-in environment imports by its option `id`, and the library that it is for."""
+        name = str(self.assigned_options.get("id", ""))
+        if self.environment == "verifiers":
+            return name.replace("-", "_").rpartition("/")[2], self.environment
+        return name.rpartition(":")[0] if self.environment == "gymnasium" else "", self.environment
+
+    def check(self) -> None:
+        if self.environment:
+            module, library = self.imported_module
+            find_module(module, "conversation.options: id", library)
+
+    def check_name(self) -> None:
+        """Refuse an environment that a recipe cannot name, or that does not exist.
+
+        Raises:
+            ConfigError: one line that names the remedy.
+        """
+        if given := self.given_in_python:
+            raise ConfigError(
+                f"the environment {given} of this run was given in Python: call covey.run or covey.resume with "
+                f"conversation=covey.Conversation({given}, ...), or set conversation.environment to file.py:Class"
+            )
+        name = self.environment
+        if ":" in name:
+            check_function_name(name, "conversation.environment", "class")
+        elif name in BUILT_IN_ENVIRONMENTS:
+            return
+        elif name in ADAPTERS:
+            if name not in installed_environments() or find_spec(ADAPTERS[name]) is None:
+                raise ConfigError(f'the environment {name} needs a package: pip install "covey[{name}]"')
+        elif name not in installed_environments():
+            names = list(dict.fromkeys([*BUILT_IN_ENVIRONMENTS, *ADAPTERS, *installed_environments()]))
+            raise ConfigError(
+                f"conversation.environment: there is no environment {name!r}{did_you_mean(name, names)}; there are "
+                f"{', '.join(names)}, and your own as file.py:Class"
+            )
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,12 @@ def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         optional_text = kind is str and single == "" == item.default
         if choices and single not in choices and not optional_text:
             raise ConfigError(f"{where} must be {or_list(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
-        check_limits(where, item.metadata["limits"], single)
+        try:
+            check_limits(where, item.metadata["limits"], single)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}, because {reason}" if (reason := item.metadata["because"]) else f"{error}"
+            ) from None
         if kind is int and item.metadata["limits"]["max"] is None and abs(single) > LARGEST_INTEGER:
             raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
         if kind is float and abs(single) > LARGEST_NUMBER:

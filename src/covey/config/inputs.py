@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from covey.config.adapter_folder import adapter_files
 from covey.config.control import ControlConfig
 from covey.config.data_paths import data_files
 from covey.config.faults import faults_of
 from covey.config.files import user_path
 from covey.config.llm import RunConfig
+from covey.config.lora import adapter_files
 from covey.config.reward_models import model_files
 from covey.config.tasks import DatasetConfig
 

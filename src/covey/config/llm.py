@@ -3,25 +3,150 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.assignments import read_assignments
 from covey.config.builtin_rewards import PROCESS_MIB
-from covey.config.chat import ChatConfig
-from covey.config.common import CheckpointConfig, LossBase, RunBase, Table, UpdateBase, config_field
+from covey.config.common import (
+    BY_GROUP,
+    CheckpointConfig,
+    ConfigError,
+    Fault,
+    LossBase,
+    RunBase,
+    Table,
+    UpdateBase,
+    config_field,
+)
 from covey.config.conversation import ConversationConfig
+from covey.config.fields import did_you_mean, toml_repr
+from covey.config.function_source import check_function_name
 from covey.config.lora import LoRAConfig
 from covey.config.replay import ReplayConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
-from covey.config.selection import SelectionConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
-EMBEDDED_MODELS = ("smollm2-135m",)
+STEP_RULES = ("line", "paragraph", "sentence")  # built-in rules of process.boundary
 DAPO_RESAMPLES = 3
 PPO_KL_COEFFICIENT = 0.05  # TRL's; InstructGPT (arXiv 2203.02155) has 0.02
 DAPO_OVERLONG_FRACTION = 0.2  # of the token limit; arXiv 2503.14476, section 4.1: 4,096 of 20,480
+
+
+OF_TEMPLATE = (
+    "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask", "bos_token", "eos_token", "pad_token", "unk_token",
+)  # fmt: skip
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Refuse stop strings that end every completion, or that no text contains.
+
+    Raises:
+        ConfigError: naming the remedy.
+    """
+    for text in stop:
+        if not text:
+            raise ConfigError("sampling.stop has an empty string, which every text contains: remove it")
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            raise ConfigError("sampling.stop has U+FFFD, which stands for bytes that are no character: remove it")
+    if len(set(stop)) != len(stop):
+        raise ConfigError("sampling.stop has a string twice: remove one")
+
+
+def check_shards(shards: int, prompts: int) -> None:
+    """Refuse shards that cannot be summed in the order of a binary tree, or of which one could never have a prompt.
+
+    Raises:
+        ConfigError: naming the field and the remedy.
+    """
+    if shards & (shards - 1):
+        raise ConfigError(
+            f"cluster.shards must be a power of two, got {shards}: set it to {1 << (shards.bit_length() - 1)}"
+        )
+    if shards > prompts:
+        raise ConfigError(
+            f"{shards} shards are more than sampling.prompts_per_step = {prompts}, so some would never have a prompt: "
+            "lower cluster.shards or the number of ranks, or raise prompts_per_step"
+        )
+
+
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` that divides `count`."""
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+
+
+@dataclass(frozen=True)
+class ChatConfig(Table):
+    system_prompt: str = config_field(
+        "", "system message before every prompt that is chat messages and has none of its own; empty: none"
+    )
+    examples: tuple[str, ...] = config_field(
+        (), "few-shot examples before every prompt: a user message, its answer, the next user message, its answer, ..."
+    )
+    template_options: tuple[str, ...] = config_field(
+        (),
+        'switches of the model\'s chat template, each as in a TOML file: ["enable_thinking = false"]',
+        advanced=True,
+    )
+
+    def added_to(self, prompt: Sequence[Any]) -> list[Any]:
+        """The prompt's messages after the system message and the examples; its own system message comes first."""
+        own = 1 if prompt and prompt[0].get("role") == "system" else 0
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
+        roles = ("user", "assistant") * (len(self.examples) // 2)
+        examples = [{"role": role, "content": text} for role, text in zip(roles, self.examples, strict=True)]
+        return [*system, *prompt[:own], *examples, *prompt[own:]]
+
+    @property
+    def assigned_options(self) -> dict[str, Any]:
+        """Name -> value of `template_options`. Raises ConfigError for an entry that is not a TOML assignment."""
+        example = '"enable_thinking = false" or \'reasoning_effort = "low"\''
+        return read_assignments(self.template_options, "chat.template_options", example=example, taken=OF_TEMPLATE)
+
+    def faults(self) -> Iterator[Fault]:
+        if len(self.examples) % 2:
+            yield Fault(
+                f"chat.examples has {len(self.examples)} texts: it needs an answer after every user message, so an "
+                "even number"
+            )
+        if not all(text.strip() for text in self.examples):
+            yield Fault("chat.examples has an empty text: a user message and an answer have some text each")
+
+    def check(self) -> None:
+        _ = self.assigned_options
+
+
+@dataclass(frozen=True)
+class SelectionConfig(Table):
+    SWITCH = ("candidates",)
+
+    candidates: int = config_field(
+        1,
+        "prompts drawn for each one of a step; those are kept whose rewards are expected to differ most within a "
+        "group; 1: prompts are drawn evenly",
+        min=1,
+        max=1000,
+    )
+    floor: float = config_field(
+        0.1,
+        "weight of a prompt whose rewards are expected to be all equal, beside 1 for the largest expected difference; "
+        "1: prompts are drawn evenly",
+        above=0,
+        max=1,
+    )
+    half_life: float = config_field(
+        10.0, "steps after which a reward has half of its weight in what is expected", above=0, advanced=True
+    )
+    back_to_data: bool = config_field(
+        False,
+        "weight groups in the loss so that the objective is the mean over all prompts, and not over those that are "
+        "drawn; the gradient has a larger variance",
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -31,7 +156,13 @@ class SamplingConfig(Table):
         16, "rollouts from each prompt, which are compared with each other; at least 2, except for ppo", min=1
     )
     max_new_tokens: int = config_field(64, "longest completion in tokens, with the end token", min=1, max=1_000_000)
-    temperature: float = config_field(1.0, "temperature of sampling and of the log-probabilities", min=1e-4, max=1e4)
+    temperature: float = config_field(
+        1.0,
+        "temperature of sampling and of the log-probabilities",
+        min=1e-4,
+        max=1e4,
+        because="greedy rollouts of one prompt are all the same, so a group has no advantages; 1.0 is usual",
+    )
     stop: tuple[str, ...] = config_field(
         (), "strings that end a completion as an end token does; the text that is graded contains them"
     )
@@ -61,12 +192,13 @@ class SamplingConfig(Table):
         "adaptive groups: initial_group_size rollouts for every prompt, the rest of prompts_per_step x group_size for "
         "prompts whose rewards vary",
         advanced=True,
+        used_by=BY_GROUP,
     )
     initial_group_size: int = config_field(
-        4, "adaptive: rollouts of every prompt in the first round", min=2, advanced=True
+        4, "adaptive: rollouts of every prompt in the first round", min=2, advanced=True, needs="adaptive"
     )
     max_group_size: int | None = config_field(
-        None, "adaptive: largest group; unset: 4 x group_size", min=2, advanced=True
+        None, "adaptive: largest group; unset: 4 x group_size", min=2, advanced=True, needs="adaptive"
     )
     max_resamples: int | None = config_field(
         None,
@@ -83,6 +215,31 @@ class SamplingConfig(Table):
         advanced=True,
     )
 
+    def faults(self) -> Iterator[Fault]:
+        if self.min_new_tokens >= self.max_new_tokens:
+            yield Fault(
+                f"sampling.min_new_tokens is {self.min_new_tokens} and sampling.max_new_tokens {self.max_new_tokens}: "
+                "no completion could end before the limit; lower the first or raise the second"
+            )
+        if not self.adaptive:
+            return
+        sizes = [self.group_size, self.final_group_size or self.group_size]
+        if self.initial_group_size > min(sizes):
+            yield Fault(
+                f"sampling.initial_group_size ({self.initial_group_size}) spends more than the budget of group_size "
+                f"({min(sizes)}) rollouts a prompt: set it to at most {min(sizes)} (4 is usual)",
+                {"sampling.initial_group_size": min(sizes)},
+            )
+        if self.max_group_size is not None and self.max_group_size < max(sizes):
+            yield Fault(
+                f"sampling.max_group_size ({self.max_group_size}) is below group_size ({max(sizes)}), so part of the "
+                f"budget could never be spent: set it to {max(sizes)} or more",
+                {"sampling.max_group_size": max(sizes)},
+            )
+
+    def check(self) -> None:
+        check_stop(self.stop)
+
 
 @dataclass(frozen=True)
 class LossConfig(LossBase):
@@ -96,6 +253,7 @@ class LossConfig(LossBase):
         "or its rewards to go with theirs (process_return_to_go); steps need a reward with per_step = true, turns that "
         "or the reward of an environment with step(message)",
         choices=("outcome", "process", "process_by_step", "process_return_to_go"),
+        used_by=BY_GROUP,
     )
     normalize_rewards: str = config_field(
         "sum",
@@ -103,7 +261,9 @@ class LossConfig(LossBase):
         "then whitened over the step (GDPO)",
         choices=("sum", "each"),
     )
-    gamma: float = config_field(1.0, "ppo and reinforce_pp: discount per token", min=0, max=1)
+    gamma: float = config_field(
+        1.0, "ppo and reinforce_pp: discount per token", min=0, max=1, used_by=("ppo", "reinforce_pp")
+    )
 
 
 @dataclass(frozen=True)
@@ -134,9 +294,13 @@ class EvaluationConfig(Table):
         (), "token limits of evaluations; empty: max_new_tokens", min=1, advanced=True
     )
 
+    def faults(self) -> Iterator[Fault]:
+        if len(set(self.token_limits)) != len(self.token_limits):
+            yield Fault(f"evaluation.token_limits names a limit twice: {toml_repr(self.token_limits)}")
+
 
 @dataclass(frozen=True)
-class RecordConfig:
+class RecordConfig(Table):
     tokens: bool = config_field(
         False,
         "record every token of a rollout with its advantage and its log-probability under the policy that sampled, the "
@@ -145,18 +309,19 @@ class RecordConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(Table):
     trunk: str = config_field(
         "own",
         "ppo: the critic's decoder: a copy of the policy's (own), the policy's itself with a value head (policy), or, "
         "with LoRA, the policy's with an adapter of its own (adapter)",
         choices=("own", "policy", "adapter"),
         advanced=True,
+        used_by=("ppo",),
     )
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceConfig(Table):
     refresh_every: int = config_field(
         0, "steps after which the reference is refreshed from the policy; 0: never", min=0, advanced=True
     )
@@ -166,11 +331,14 @@ class ReferenceConfig:
         above=0,
         max=1,
         advanced=True,
+        needs="refresh_every",
     )
 
 
 @dataclass(frozen=True)
-class IterationConfig:
+class IterationConfig(Table):
+    SWITCH = ("steps",)
+
     steps: int | None = config_field(
         None,
         "iterative GRPO: training steps of an iteration, after which the reward model is trained on its completions; "
@@ -227,7 +395,7 @@ class IterationConfig:
 
 
 @dataclass(frozen=True)
-class ProcessConfig:
+class ProcessConfig(Table):
     boundary: str = config_field(
         "",
         "end of a reasoning step: line, paragraph or sentence, or your own file.py:function from a text to the "
@@ -245,9 +413,19 @@ class ProcessConfig:
         """Measured memory of the process that calls a function of the user's; 0 for a rule."""
         return PROCESS_MIB << 20 if ":" in self.boundary else 0
 
+    def check(self) -> None:
+        if not self.boundary or self.boundary in STEP_RULES:
+            return
+        if ":" not in self.boundary:
+            raise ConfigError(
+                f"process.boundary must be {', '.join(STEP_RULES)} or file.py:function"
+                f"{did_you_mean(self.boundary, list(STEP_RULES))} (is {self.boundary!r})"
+            )
+        check_function_name(self.boundary, "process.boundary")
+
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Table):
     shards: int = config_field(
         0,
         "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "

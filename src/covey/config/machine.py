@@ -1,10 +1,14 @@
-"""Number of processors and memory of the machine, without importing torch."""
+"""Processors and memory of the machine, and what exceeds them, without importing torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from covey.config.common import ConfigError
+
+THREADS_A_PROCESSOR = 16
+LEAST_THREAD_LIMIT = 256  # a run may be resumed on a smaller machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -21,3 +25,28 @@ def memory_bytes() -> int | None:
     except (ValueError, OSError, AttributeError):
         return None
     return min(machine, int(limit)) if limit.isdecimal() else machine
+
+
+def check_threads(threads: int, where: str = "threads") -> None:
+    """Refuse more threads than are useful on this machine; `where` names the setting.
+
+    Raises:
+        ConfigError: naming the largest number.
+    """
+    most = max(LEAST_THREAD_LIMIT, THREADS_A_PROCESSOR * processors())
+    if threads > most:
+        raise ConfigError(f"{where} must be at most {most} on this machine (is {threads}); 0 is every core")
+
+
+def refuse_above(needed: int, what: str, fields: str) -> None:
+    """Refuse `what` if it needs more bytes than the machine has; `fields` are the settings to lower.
+
+    Raises:
+        ConfigError: naming both amounts.
+    """
+    memory = memory_bytes()
+    if memory is not None and needed > memory:
+        raise ConfigError(
+            f"{what} needs at least {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.1f} GiB: lower "
+            f"{fields}"
+        )

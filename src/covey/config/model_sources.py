@@ -16,8 +16,8 @@ from covey.config.common import ConfigError
 from covey.config.faults import faults_of, path_error
 from covey.config.fields import command, did_you_mean, did_you_mean_file
 from covey.config.files import read_toml, unusual_kind, user_path
-from covey.config.llm import EMBEDDED_MODELS
 
+EMBEDDED_MODELS = ("smollm2-135m",)
 CONFIG_FILE = "config.toml"
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from covey.config.builtin_environments import imported_module
 from covey.config.control import ControlConfig
+from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.config.files import user_path
 from covey.config.llm import RunConfig
 from covey.config.named_modules import find_module, place_of
-from covey.config.validate_conversation import environment_options
 
 
 def named_code(config: RunConfig | ControlConfig) -> list[str]:
@@ -39,8 +38,8 @@ def _names(config: RunConfig | ControlConfig) -> Iterator[tuple[str, str, str]]:
     if ":" in config.process.boundary:
         yield "process.boundary", config.process.boundary, "covey"
     conversation = config.conversation
-    if ":" in conversation.environment:
-        yield "conversation.environment", conversation.environment, "covey"
-    module, library = imported_module(conversation.environment, environment_options(conversation))
+    if ":" in conversation.source and conversation.environment not in BUILT_IN_ENVIRONMENTS:
+        yield "conversation.environment", conversation.source, "covey"
+    module, library = conversation.imported_module
     if module:
         yield "conversation.environment", f"{module}:", library

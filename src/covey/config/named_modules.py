@@ -81,6 +81,18 @@ def place_of(found: ModuleSpec) -> Path:
     return Path(found.origin or next(iter(found.submodule_search_locations or ()), ""))
 
 
+@cache  # the lists of all packages are read
+def entry_points_of(group: str) -> dict[str, str]:
+    """Name -> module:object of the entry points of installed packages; what the working folder claims to be an
+    installed package does not count.
+    """
+    return {
+        point.name: point.value
+        for point in metadata.entry_points(group=group)
+        if point.dist is not None and is_installed(Path(str(point.dist.locate_file(""))))
+    }
+
+
 def search_path(name: str, where: str = "", library: str = "covey") -> list[str]:
     """`sys.path` of the process that runs `file.py:name` or `module:name`.
 

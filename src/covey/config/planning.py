@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from covey.config.common import ConfigError, config_field
 from covey.config.files import shortened
-from covey.config.llm import RunConfig
-from covey.config.validate_cluster import check_shards
+from covey.config.llm import RunConfig, check_shards
 
 UNITS = {"B": 1, **{f"{letter}B": 1000**at for at, letter in enumerate("KMGTP", start=1)}}
 UNITS |= {f"{letter}IB": 1024**at for at, letter in enumerate("KMGTP", start=1)}

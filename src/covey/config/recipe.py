@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
-from covey.config.dependent_fields import follow
 from covey.config.fields import command, describe_type, did_you_mean, get_type_hints, plain_type
 from covey.config.files import read_toml
+from covey.config.follow import follow
 from covey.config.foreign_names import answer
 from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import plain, to_toml
 from covey.config.reward_models import REWARD_MODEL_ALGORITHM, RewardModelTraining
+from covey.config.rules import validate, validate_sft
 from covey.config.sft import SFT_ALGORITHM, SFT_TABLE
-from covey.config.validate import validate
-from covey.config.validate_sft import validate_sft
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, labels: bool
     A field is named by its dotted name (`--sampling.group_size 8`) or, if only one table has it, by its last part
     (`--group-size 8`); dashes and underscores are the same. Lists are written with commas: `--digits 1,2`.
     `--task NAME` changes the task and drops the recipe's fields of the other one. Recipe fields that depend on an
-    override are adjusted (`covey.config.dependent_fields`) and logged in one line. A recipe with an [environment]
+    override are adjusted (`covey.config.follow`) and logged in one line. A recipe with an [environment]
     table is a ControlConfig, any other a RunConfig.
 
     Args:

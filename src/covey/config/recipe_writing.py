@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import TASK_CONFIGS, ControlConfig, RewardConfig, RunConfig
-from covey.config.builtin_rewards import rewards_with
 from covey.config.reward_models import RewardModelTraining
 
 
@@ -44,12 +43,11 @@ def task_name(task: Any) -> str:
 
 
 def _reward(reward: RewardConfig) -> dict[str, Any]:
-    """A [[rewards]] table without the options of other rewards, which have their defaults."""
-    taken = reward.built_in.options if reward.built_in is not None else ()
+    """A [[rewards]] table without the fields of other rewards, which have their defaults."""
     unused = {
         item.name
         for item in fields(reward)
-        if rewards_with(item.name) and item.name not in taken and getattr(reward, item.name) == item.default
+        if not reward.uses(item.name) and getattr(reward, item.name) == item.default
     }
     return {name: value for name, value in plain(reward).items() if name not in unused}
 

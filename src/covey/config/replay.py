@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import LossBase, config_field
+from covey.config.common import LossBase, Table, config_field
 
 REPLAY_IMPORTANCE_CAP = 2.0
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
+class ReplayConfig(Table):
+    SWITCH = ("groups",)
+
     groups: int = config_field(
         0,
         "groups of earlier steps that a step learns from again, at most; they are added to its own groups; 0: off",

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import TRACKERS, ConfigError, config_field
+from covey.config.common import TRACKERS, ConfigError, check_trackers, config_field
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -17,7 +17,6 @@ from covey.config.model_sources import (
     ModelSource,
     locate_model,
 )
-from covey.config.validate_trackers import check_trackers
 
 REWARD_MODEL_FILE = "covey_reward_model.json"  # beside config.json: what covey knows of a reward model that it trained
 TRAINING_FILE = "reward_model.json"  # in run folders of older versions: how `covey reward-model train` was called

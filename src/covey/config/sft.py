@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.common import config_field
+from covey.config.common import ConfigError, Table, config_field
+from covey.config.data_paths import check_data
+from covey.config.files import user_path
+from covey.config.function_source import check_function_name
+from covey.config.model_sources import CONFIG_FILE
 
 SFT_ALGORITHM = "sft"  # the algorithm in the config.toml of a run of `covey sft`
 SFT_TABLE = "sft"
@@ -12,8 +16,24 @@ SAMPLES = "samples"  # sft.data: the model's own samples
 EXAMPLES_BY_NAME = ("calculator", SAMPLES)  # examples that are made, by their name in sft.data
 
 
+def is_function(data: str) -> bool:
+    """True if the examples are those of a Python function, `file.py:function` or `module:function`."""
+    return ":" in data and not user_path(data, "sft.data: ").exists()
+
+
+def is_run(data: str) -> bool:
+    """True if the examples are rollouts of a run, named by its folder."""
+    path = user_path(data, "sft.data: ")
+    return path.is_dir() and (path / CONFIG_FILE).is_file()
+
+
+def is_sampled(data: str) -> bool:
+    """True if the examples are the model's own samples, of this training or of a run."""
+    return data == SAMPLES or is_run(data)
+
+
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(Table):
     data: str = config_field(
         "",
         "covey sft: examples: a JSONL, Parquet or Arrow file, file.py:function (your function returns the rows), "
@@ -58,3 +78,30 @@ class SFTConfig:
     long_examples: str = config_field(
         "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")
     )
+
+    def check_source(self) -> None:
+        """Refuse examples that do not exist, and columns without a name of their own.
+
+        Raises:
+            ConfigError: one line that names the field and the remedy.
+        """
+        names = ("prompt_column", "completion_column", "messages_column", "tools_column")
+        columns = [getattr(self, name) for name in names]
+        for name, column in zip(names, columns, strict=True):
+            if not column:
+                raise ConfigError(f"sft.{name} is empty: name a column")
+            if columns.count(column) > 1:
+                raise ConfigError(f"sft.{name} is {column!r}, which another field of [sft] names too: name two columns")
+        if not self.data:
+            raise ConfigError(
+                'no examples: set data = "examples.jsonl" in [sft], or give --data; the rows have a prompt and a '
+                "completion, or messages"
+            )
+        if is_sampled(self.data) and self.held_out_path:
+            raise ConfigError(
+                "sft.held_out_path is set, and of samples a fraction is held out: remove it (sft.held_out_fraction)"
+            )
+        if is_function(self.data):
+            check_function_name(self.data, "sft.data")
+        elif self.data not in EXAMPLES_BY_NAME and not is_run(self.data):
+            check_data(self.data, "sft.data", EXAMPLES_BY_NAME)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
+from covey.config.assignments import read_assignments
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
-from covey.config.common import Table, config_field
+from covey.config.common import ConfigError, Table, config_field
+from covey.config.data_paths import check_data
 
 
 @dataclass(frozen=True)
@@ -64,25 +68,25 @@ class CodeFunctionsConfig(Table):
 
 
 @dataclass(frozen=True)
-class GuessNumberConfig:
+class GuessNumberConfig(Table):
     highest: int = config_field(100, "numbers are from 1 to this one", min=20, max=1_000_000)
     guesses: int = config_field(7, "guesses of a game", min=1, max=100)
 
 
 @dataclass(frozen=True)
-class MazeConfig:
+class MazeConfig(Table):
     size: int = config_field(4, "a maze has this many rows and columns", min=3, max=20)
     moves: int = config_field(10, "moves of a walk; at least the size", min=3, max=200)
 
 
 @dataclass(frozen=True)
-class LookupConfig:
+class LookupConfig(Table):
     documents: int = config_field(10, "texts of a row, one of which has the answer", min=1, max=200)
     instruction: str = config_field("Search the texts.", "sentence added to the question", advanced=True)
 
 
 @dataclass(frozen=True)
-class EnvironmentTaskConfig:
+class EnvironmentTaskConfig(Table):
     instruction: str = config_field("", "text of the prompt before the first observation of the environment")
     held_out_fraction: float = config_field(
         0.1,
@@ -94,7 +98,7 @@ class EnvironmentTaskConfig:
 
 
 @dataclass(frozen=True)
-class HumanEvalConfig:
+class HumanEvalConfig(Table):
     held_out_fraction: float = config_field(
         0.5,
         "fraction of the 164 problems that is held out for evaluation; the others are for training",
@@ -104,7 +108,7 @@ class HumanEvalConfig:
 
 
 @dataclass(frozen=True)
-class DatasetConfig:
+class DatasetConfig(Table):
     path: str = config_field(
         "",
         "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
@@ -123,6 +127,13 @@ class DatasetConfig:
         choices=("refuse", "drop"),
         advanced=True,
     )
+
+    def check(self) -> None:
+        if not self.path:
+            raise ConfigError('the dataset task needs a file: set path = "prompts.jsonl" in [task]')
+        check_data(self.path, "task.path")
+        if self.held_out_path:
+            check_data(self.held_out_path, "task.held_out_path")
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,17 @@ class ReasoningGymConfig(Table):
     def process_bytes(self) -> int:
         """Measured memory of the process that generates the problems; it is as large as that of their reward."""
         return BUILT_IN_REWARDS["reasoning_gym"].resident_mib << 20
+
+    @property
+    def assigned_options(self) -> dict[str, Any]:
+        """Name -> value of `options`. Raises ConfigError for an entry that is not a TOML assignment."""
+        example = '"max_animals = 4" or \'level = "easy"\''
+        return read_assignments(self.options, "task.options", example=example, taken=("seed", "size"))
+
+    def check(self) -> None:
+        _ = self.assigned_options
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError('the task reasoning_gym needs a package: pip install "covey[reasoning-gym]"')
 
 
 TASK_CONFIGS: dict[str, type] = {

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError
 from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
-from covey.control.nets.mlp import MaskedObservations, Network, NumpyMLP, scatter
-from covey.control.nets.running_mean_std import RunningMeanStd
+from covey.control.nets.mlp import MaskedObservations, Network, NumpyMLP, RunningMeanStd, scatter
 from covey.data import Batch, PolicyOutput
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.control.nets.running_mean_std import RunningMeanStd
+from covey.control.nets.mlp import RunningMeanStd
 
 LIMIT = 10.0  # standard deviations
 

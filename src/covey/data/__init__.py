@@ -15,8 +15,8 @@ from covey.data.protocols import (
     Team,
 )
 from covey.data.records import PromptTable, RolloutCredit, StepRecord, TokenTable
+from covey.data.serialization import decode_groups, encode_groups
 from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
-from covey.data.wire import decode_groups, encode_groups
 
 __all__ = [
     "Batch",

@@ -22,23 +22,26 @@ from typing import Protocol
 from torch import nn
 
 from covey.config import RunConfig
-from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
+from covey.config.lora import ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
 from covey.llm.critic import AdapterCritic, LanguageCritic
-from covey.llm.model.adapted_layers import all_factors
-from covey.llm.model.base_identity import BASE_FILE, check_base, checksum_of_base, save_base
 from covey.llm.model.loading import find_skeleton
 from covey.llm.model.lora import (
+    BASE_FILE,
     CRITIC,
     REFERENCE,
     Adapter,
     AdapterWeights,
     add_adapter,
+    all_factors,
+    check_base,
     check_shapes,
+    checksum_of_base,
     copy_adapter,
     load_adapter,
     save_adapter,
     save_adapter_config,
+    save_base,
     saved_shapes,
 )
 from covey.llm.policy import LanguagePolicy

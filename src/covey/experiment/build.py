@@ -32,23 +32,27 @@ from covey.config import (
     UpdateBase,
 )
 from covey.config.faults import faults_of
-from covey.config.validate_entropy import entropy_factors
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.experiment.advice import Config, Finished, after_training
-from covey.runtime.best_checkpoint import BestPinned, NothingPinned
-from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE
-from covey.runtime.learning_rate import learning_rate_schedule
-from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
 from covey.tracking.curve import draw_curve
 from covey.tracking.iterations import draw_iterations
 from covey.tracking.run_store import CHECKPOINTS_FOLDER, CURVE_FILE, RunStore
 from covey.tracking.wording import Wording, find_wording
-from covey.train.entropy_control import NO_ENTROPY_CONTROL, BonusControl, ClipControl, EntropyControl
-from covey.train.kl_coefficient import AdaptiveCoefficient, KLCoefficient, ScheduledCoefficient
+from covey.train.controllers import (
+    NO_ENTROPY_CONTROL,
+    AdaptiveCoefficient,
+    BonusControl,
+    ClipControl,
+    EntropyControl,
+    KLCoefficient,
+    ScheduledCoefficient,
+)
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.loop import train
 from covey.train.replay import NoReplay, RecentGroups, Replay
@@ -279,7 +283,7 @@ def build_entropy_control(name: str, loss: LossBase) -> EntropyControl:
         return NO_ENTROPY_CONTROL
     target, gain = loss.entropy_target, loss.entropy_gain
     by_bonus = loss.entropy_controller == "bonus"
-    low, high = (factor * (loss.entropy_coefficient if by_bonus else 1.0) for factor in entropy_factors(loss))
+    low, high = (factor * (loss.entropy_coefficient if by_bonus else 1.0) for factor in loss.entropy_factors)
 
     def rule(value: float, measured: float, rollouts: int) -> float:
         return schedules.adaptive_entropy_value(value, measured, target=target, gain=gain, low=low, high=high)

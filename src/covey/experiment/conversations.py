@@ -7,23 +7,21 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import imported_module
 from covey.config.files import user_path
 from covey.config.named_modules import search_path
-from covey.config.validate_conversation import environment_options
 from covey.data import Rollout, Start, Task
 from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.python_environment import copied_environment
+from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import RespondStyle, StepStyle, Style, ToolStyle
 from covey.llm.conversation.tools import Tool
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses, Environments, Session
 from covey.llm.grader import RewardGrader, right_rollout
 from covey.llm.model.chat import Chat, Message
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, Prompts, build_task
 from covey.llm.tasks.prompt_limit import PromptLimit
+from covey.runtime.worker.process import CallError
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
@@ -203,7 +201,7 @@ class Conversations:
         session = self._environments.open(environment_seed(0, 0, index))
         try:
             return use(session)
-        except EnvironmentFailed as error:
+        except CallError as error:
             raise ConfigError(f"environment {self._config.environment}, in a dry run: {error}") from None
         finally:
             session.close()
@@ -253,8 +251,8 @@ def build_rollout_kind(config: RunConfig, environment: Any = None) -> RolloutKin
     if not config.has_conversations:
         return COMPLETIONS
     source, _, name = settings.source.rpartition(":")
-    options = environment_options(settings)
-    module, library = imported_module(settings.environment, options)
+    options = settings.assigned_options
+    module, library = settings.imported_module
     environments = EnvironmentProcesses(
         f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
         settings.timeout_seconds,

@@ -15,9 +15,8 @@ from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.generator import RemoteGenerator
-from covey.llm.remote.group_transport import GroupTransport
 from covey.llm.remote.proof import Proof
-from covey.llm.remote.weights import FileTransport
+from covey.llm.remote.weights import FileTransport, GroupTransport
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import WHOLE
 

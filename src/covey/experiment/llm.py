@@ -14,9 +14,9 @@ import torch
 
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, RunConfig
+from covey.config.common import NOT_BY_GROUP
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
-from covey.config.validate_collection import NOT_BY_GROUP
 from covey.data import Team
 from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
@@ -46,12 +46,12 @@ from covey.experiment.llm_components import (
 from covey.experiment.problem import Problem, build_problem, fit_prompts
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
-from covey.llm.model.minimum_length import MinimumLength
+from covey.llm.model.logprobs import MinimumLength
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
@@ -60,7 +60,6 @@ from covey.llm.rewards.team_grader import TeamGrader
 from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
-from covey.llm.tasks import PromptDataset
 from covey.llm.tasks.prompt_limit import Note
 from covey.runtime.device import (
     choose_device,
@@ -175,25 +174,26 @@ class LLMBuilder(PolicyBuilder):
         except BaseException:
             self._open.close()
             raise
-        self._prompts_checked, self._prompt_notes = False, list[str]()  # checked: their lengths
+        self._prompts_fit, self._prompt_notes = False, list[str]()
+        self._note: Note = self._prompt_notes.append  # that of the display as soon as there is one
         found = find_chat(self.config.model)
         if found is not None:
-            self._fit_prompts(found[0].with_config(config.chat), found[1], self._prompt_notes.append)
+            self._fit_prompts(found[0].with_config(config.chat), found[1])
 
-    def _fit_prompts(self, chat: Chat, model_config: Any, note: Note) -> Problem:
-        """The problem without prompts that are too long. A file's prompts are checked once; of others, which are drawn
-        anew, the first are tried.
+    def _fit_prompts(self, chat: Chat, model_config: Any) -> Problem:
+        """The problem without prompts that are too long. Those of a file are checked once, of a generated task the
+        first ones; the others are when they are drawn.
         """
-        if self._prompts_checked:
-            return self.problem
-        try:
-            problem = fit_prompts(self.problem, self.config, chat, model_config, note, kind=self.kind)
-        except ConfigError:
-            self.close()
-            raise
-        if isinstance(problem.task, PromptDataset):
-            self.problem, self._prompts_checked = problem, True
-        return problem
+        if not self._prompts_fit:
+            try:
+                self.problem = fit_prompts(
+                    self.problem, self.config, chat, model_config, lambda line: self._note(line), kind=self.kind
+                )
+            except ConfigError:
+                self.close()
+                raise
+            self._prompts_fit = True
+        return self.problem
 
     @property
     def score_kind(self) -> str:
@@ -220,7 +220,8 @@ class LLMBuilder(PolicyBuilder):
         """Load the model, copy it as the reference, and build the components."""
         config = self.config
         loaded = self._load(store, display)
-        problem = self._fit_prompts(loaded.chat, loaded.policy.module.config, display.note)
+        self._note = display.note
+        problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
         _note_unused_step_rewards(config, problem, display)

@@ -13,7 +13,7 @@ import torch
 from covey.config import ConfigError, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.fields import plural
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
 from covey.llm.reward_models.loading import count_parameters

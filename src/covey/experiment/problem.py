@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural, printable
-from covey.config.validate_process import no_step_reward, no_turn_reward
+from covey.config.rules import unpaid_credit
 from covey.data import Start, Task
 from covey.experiment.build import Reward
 from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
@@ -97,7 +97,7 @@ def build_problem(
     )
     if config.loss.credit != "outcome" and not kind.pays_steps(grader):
         grader.close()
-        raise ConfigError((no_turn_reward if config.has_conversations else no_step_reward)(config.loss.credit))
+        raise ConfigError(unpaid_credit(config))
     try:
         held_out = list(task.held_out(config.evaluation.problems))[: config.evaluation.problems]
         if not held_out:

@@ -12,8 +12,7 @@ from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.children import end_with_parent
 from covey.llm.remote.server import Server, serve
-from covey.llm.remote.staging import dtype_name
-from covey.llm.remote.weights import private_folders
+from covey.llm.remote.weights import dtype_name, private_folders
 from covey.runtime.web_server import listen
 
 

@@ -26,8 +26,8 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import command, plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER
 from covey.config.recipe import training_command
-from covey.config.sft import SAMPLES, SFT_ALGORITHM
-from covey.config.validate_sft import is_sampled, validate_sft
+from covey.config.rules import validate_sft
+from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import Batch
 from covey.experiment.advice import Finished, Launch
 from covey.experiment.build import Experiment, build_checkpoints, build_optimizer
@@ -47,7 +47,7 @@ from covey.llm.sft.samples import read_back, tokens_of, written
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import environment
 from covey.runtime.distributed import ALONE
-from covey.runtime.learning_rate import learning_rate_schedule
+from covey.runtime.optimizer import learning_rate_schedule
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
 from covey.tracking.console import Display
 from covey.tracking.run_folder import EXAMPLES_FILE, write_atomically, write_folders

@@ -16,10 +16,11 @@ from covey.config.fields import plural
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.model.chat import Chat
 from covey.llm.rewards.group_calls import GradingError, RewardCalls, first_error, too_many
-from covey.llm.rewards.reward_call import FAILURES_ALLOWED, InvalidRewardOutput, RewardCallError, RewardTimeout
-from covey.llm.rewards.runner import RewardHung
+from covey.llm.rewards.runner import FAILURES_ALLOWED, RewardHung
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
+from covey.runtime.worker.child import InvalidResult
+from covey.runtime.worker.process import CallError, CallTimeout
 
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
@@ -134,9 +135,9 @@ class RewardGrader:
         for row, rollout in enumerate(rollouts):
             try:
                 rollout.step_texts = self.splitter.split(rollout)
-            except RewardCallError as error:
+            except CallError as error:
                 failed[row] = RewardResult(None, str(error))
-            except InvalidRewardOutput as error:
+            except InvalidResult as error:
                 raise GradingError(f"{BOUNDARY} {self.splitter.boundary} {error}") from None
             if len(failed) > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
                 count, why = f"at least {len(failed)} of {plural(total, 'completion')}", failed[row].error
@@ -195,12 +196,12 @@ class RewardGrader:
     def _try_reward(reward: WeightedReward, groups: Sequence[Group]) -> list[RewardResult]:
         try:
             verdicts = reward.evaluate(groups, reward.timeout_seconds)
-        except RewardTimeout:
+        except CallTimeout:
             raise ConfigError(
                 f"reward {reward.name!r} took longer than {reward.timeout_seconds:g} s, its timeout_seconds, for "
                 f"{plural(len(groups), 'completion')} in a dry run; if it is slow but sound, raise it"
             ) from None
-        except (RewardCallError, InvalidRewardOutput, RewardHung) as error:
+        except (CallError, InvalidResult, RewardHung) as error:
             form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
             raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
         for verdict in verdicts:

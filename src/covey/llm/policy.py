@@ -20,20 +20,22 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
-from covey.llm.model.adapted_layers import merged_tensors, with_present_adapter
-from covey.llm.model.exact_kl import exact_kl
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.hidden_states import (
+from covey.llm.model.logprobs import (
+    EVERY,
+    NO_MINIMUM,
     ActionHiddenStates,
+    MinimumLength,
+    exact_kl,
     hidden_states_for_actions,
     row_lengths,
     row_tokens,
     scatter_to_batch,
+    token_logprobs,
 )
-from covey.llm.model.logprobs import EVERY, token_logprobs
-from covey.llm.model.microbatches import order_rows, split_rows
-from covey.llm.model.minimum_length import NO_MINIMUM, MinimumLength
+from covey.llm.model.lora import merged_tensors, with_present_adapter
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
+from covey.llm.model.prefix_attention import order_rows, split_rows
 from covey.llm.model.pretrained import save_weights
 from covey.runtime.sharding import WHOLE, Weights
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.machine import memory_bytes, processors
-from covey.config.validate_size import check_threads
+from covey.config.machine import check_threads, memory_bytes, processors
 from covey.runtime.ranks import own_rank
 
 _log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
+from covey.core import schedules
 from covey.data import Team
-from covey.runtime.adamw import AdamW
+from covey.runtime.adamw import AdamW, QuantizedMoment, block_length, moment_bytes
 from covey.runtime.distributed import ALONE, GradientTree
-from covey.runtime.quantized_moments import QuantizedMoment, block_length, moment_bytes
 from covey.runtime.sharding import WHOLE, Weights, is_sharded, local, own_rows, with_local
 
 # See `row_squares`.
@@ -61,7 +61,7 @@ class MasterAdamW:
     The weights may be sharded (`runtime/sharding.py`). Masters and moments are then this rank's rows of them, and
     FSDP2 adds the gradients of the ranks. Gradients of other parameters are added here, once in a step.
 
-    With `eight_bit_moments`, the moments of large matrices are kept in 8 bits (`runtime/quantized_moments.py`).
+    With `eight_bit_moments`, the moments of large matrices are kept in 8 bits (`runtime/adamw.py`).
 
     A module may have only one of these optimizers at a time. `lr` is the learning rate before the first `step`.
     """
@@ -284,3 +284,40 @@ def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return hook
+
+
+FALLING = {"linear": schedules.linear, "cosine": schedules.cosine}
+
+
+def learning_rate_schedule(name: str, peak: float, *, steps: int, warmup_steps: int) -> schedules.Schedule:
+    """The schedule "constant", "linear" or "cosine", which rises to `peak` over the first `warmup_steps`."""
+    if name == "constant":
+        return schedules.constant(peak, warmup_steps=warmup_steps)
+    return FALLING[name](peak, steps=steps, warmup_steps=warmup_steps)
+
+
+LARGEST_REPLICA = 0.7  # of a device's memory; the rest is for activations and for sampling
+
+
+def replica_bytes(trained: int, frozen: int, itemsize: int, shards: int = 1, *, eight_bit_moments: bool = False) -> int:
+    """Bytes of whole weights with their masters, moments and gradients, and of frozen weights.
+
+    18 bytes for each trained weight (12 with moments in 8 bits) and 2 for each of the reference in bf16.
+
+    Args:
+        trained: number of weights of the policy and of a critic.
+        frozen: number of weights of the reference and of reward models.
+        itemsize: bytes of a weight in the precision of the run.
+        shards: logical shards of a rank, whose gradients are added in a tree.
+    """
+    state = state_bytes(trained, itemsize, eight_bit_moments=eight_bit_moments)
+    gradients = (1 + GradientTree.copies(shards)) * state.gradients
+    return (trained + frozen) * itemsize + state.masters + state.moments + gradients
+
+
+def fits_replicated(
+    trained: int, frozen: int, itemsize: int, shards: int, device_bytes: int, *, eight_bit_moments: bool = False
+) -> bool:
+    """Whether every rank should have whole weights. Arguments as in `replica_bytes`."""
+    needed = replica_bytes(trained, frozen, itemsize, shards, eight_bit_moments=eight_bit_moments)
+    return needed <= LARGEST_REPLICA * device_bytes

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.llm import check_shards
 from covey.config.torchrun import world_size
-from covey.config.validate_cluster import check_shards
 
 
 def own_rank() -> int:

@@ -22,6 +22,7 @@ def evaluations_of(
     """Before and after training by token limit, the training's first.
 
     They are those of the summary; before there is one, they are computed from the first and the last held-out answers.
+    Without answers the run knows its evaluation before training only.
     "kinds" has the results of every kind of problem; [] if there are not at least two kinds.
     """
     written = (summary or {}).get("evaluations")
@@ -38,7 +39,11 @@ def evaluations_of(
     steps = reader.held_out_steps()
     kind = SCORE_KINDS.get(kind_of_run(config, summary)[1] or "score", SCORE_KINDS["score"])
     if not steps:
-        return []
+        recorded = reader.origin().get("before")
+        given = table(recorded[0]) if isinstance(recorded, list) and recorded else {}
+        known = _estimate(given)
+        limit = number(given.get("max_new_tokens"))
+        return [{"max_new_tokens": limit, "before": known, "after": None, "kinds": []}] if known else []
     first, last = (read_answers(reader, step) for step in (steps[0], steps[-1]))
 
     found = []

@@ -98,7 +98,7 @@ def choose_group(groups: Sequence[Group], number: int | None) -> tuple[Group, st
         raise ConfigError(
             f"there is no group {number}: the step has the groups {steps_text([g.number for g in groups])}"
         )
-    chosen = max(groups, key=_information)
+    chosen = max(groups, key=information)
     return chosen, "the largest spread of rewards" if chosen.has_signal else "no group has different rewards"
 
 
@@ -126,7 +126,8 @@ def steps_text(steps: Sequence[int]) -> str:
     return ", ".join(parts if len(parts) <= 6 else [*parts[:5], f"{plural(len(parts) - 5, 'other range')}"])
 
 
-def _information(group: Group) -> tuple[bool, float, int]:
+def information(group: Group) -> tuple[bool, float, int]:
+    """The order of groups by what they teach: those that were trained on, then those with a large spread of rewards."""
     return not group.is_dropped, pstdev(group.rewards) if group.rewards else -1.0, -group.number
 
 

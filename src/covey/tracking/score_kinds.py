@@ -39,19 +39,20 @@ class ScoreKind:
         """'95 % interval 6.4% to 13.6%'; 'no interval from one problem', or 'from equal scores', whose spread is not
         known.
         """
-        if not _has_interval(result):
+        if not has_interval(result):
             return f"no interval from {'one problem' if result['low'] is None else 'equal scores'}"
         return f"95 % interval {self.write(result['low'])} to {self.write(result['high'])}"
 
     def write_interval(self, result: Result) -> str:
         """'9.4% (6.4 to 13.6)'; for a single score or equal ones, which have no interval, '39.0 (no interval)'."""
         score = self.write(result["score"])
-        if not _has_interval(result):
+        if not has_interval(result):
             return f"{score} (no interval)"
         return f"{score} ({self.write_bound(result['low'])} to {self.write_bound(result['high'])})"
 
 
-def _has_interval(result: Result) -> bool:
+def has_interval(result: Result) -> bool:
+    """False for a single score and for equal ones, whose spread is not known."""
     return result["low"] is not None and bool(result["low"] < result["high"])
 
 

@@ -17,10 +17,9 @@ from covey.data import Grader, Group, Sampler, SamplerWeights, Start, Task, Team
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.runtime.timer import Measure
-from covey.train.gather import gather_groups, lost_together
+from covey.train.gather import gather_groups, lost_together, own_shards, share
 from covey.train.prepare import has_signal
 from covey.train.selection import FromTheData, PromptSelection
-from covey.train.shards import own_shards, share
 
 # Largest adaptive group, as a multiple of the step's group size, unless a size is given.
 DEFAULT_MAX_FACTOR = 4

@@ -23,8 +23,7 @@ from covey.core.schedules import Schedule
 from covey.data import Batch, Critic, Policy, PolicyOutput
 from covey.runtime.optimizer import StepResult
 from covey.runtime.timer import Measure
-from covey.train.entropy_control import NO_ENTROPY_CONTROL, EntropyControl
-from covey.train.kl_coefficient import KLCoefficient
+from covey.train.controllers import NO_ENTROPY_CONTROL, EntropyControl, KLCoefficient
 from covey.train.metrics import UpdateMetrics
 
 

@@ -17,7 +17,7 @@ from covey.core.returns import explained_variance
 from covey.data import Batch, Group, PolicyOutput, Team
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.optimizer import StepResult
-from covey.train.shards import own_shards
+from covey.train.gather import own_shards
 
 T = TypeVar("T")
 

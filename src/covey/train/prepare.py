@@ -21,8 +21,8 @@ from covey.core.loss_weights import count
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import CLIPPING, uniforms
+from covey.train.gather import fill_rows, own_shards, shard_rows, shortest_row
 from covey.train.metrics import value_metrics
-from covey.train.shards import fill_rows, own_shards, shard_rows, shortest_row
 
 
 class NoReference:

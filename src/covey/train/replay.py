@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from covey.data import Batch, Group, Start, collate
-from covey.data.rollout_tensors import for_learning, from_state, to_state
+from covey.data.serialization import for_learning, from_state, to_state
 from covey.train.prepare import Prepared
 
 

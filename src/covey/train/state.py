@@ -27,8 +27,7 @@ from covey.data import (
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
-from covey.train.entropy_control import EntropyControl
-from covey.train.kl_coefficient import KLCoefficient
+from covey.train.controllers import EntropyControl, KLCoefficient
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError, LoRAConfig, config_field
+from covey.config.common import refuse
 from covey.config.fields import check_fields
 from covey.config.model_sources import ADAPTER_FOLDER
-from covey.config.validate_lora import check_adapter
 from covey.data import EndReason, Group, Policy, Rollout, Start
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
-from covey.llm.model.checks import check_tokenizer
-from covey.llm.model.loading import LoadedModel, load_model, wrap_model
+from covey.llm.model.loading import LoadedModel, check_tokenizer, load_model, wrap_model
 from covey.llm.model.lora import Adapter, AdapterWeights, add_adapter, save_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
@@ -271,7 +270,8 @@ def _with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[Lang
         return policy, None
     if lora.adapter:
         raise ConfigError("a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter")
-    check_adapter(lora)
+    refuse(lora.faults())
+    lora.check()
     adapter = add_adapter(policy.module, lora, seed=options.seed)
     return policy.with_outputs(trained=adapter.parameters), adapter
 

@@ -12,13 +12,12 @@ from covey.core import schedules
 from covey.data import Group, Start
 from covey.functional import GRPOLoss
 from covey.train.collect import FixedSize
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
 from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
-from covey.trainers.prompts import Prompts
-from covey.trainers.trl_names import check_names
+from covey.trainers.prompts import Prompts, check_names
 
 
 class GRPOTrainer(LanguageTrainer):

@@ -23,7 +23,7 @@ from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, with_loss_weights
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.train.kl_coefficient import ScheduledCoefficient
+from covey.train.controllers import ScheduledCoefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
@@ -38,8 +38,7 @@ from covey.trainers.base import (
     policy_of,
     with_rewards,
 )
-from covey.trainers.prompts import Prompts
-from covey.trainers.trl_names import check_names
+from covey.trainers.prompts import Prompts, check_names
 
 # Experiences always have the log-probabilities of the old policy; `prepare_batch` computes them from 2 steps on.
 SEVERAL_STEPS = 2

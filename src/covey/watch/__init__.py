@@ -7,6 +7,7 @@ answers      the content of each route, from
   library      the watched runs, and how far each has got
   curves, rollouts, search, files
 events       server-sent events
+report       the page in one file, with the answers inlined: `covey report`
 index        an SQLite index of a run's rollouts, written by the process `indexer`
 static/      the page
 """

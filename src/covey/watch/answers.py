@@ -5,15 +5,20 @@ from __future__ import annotations
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import MISSING, asdict, is_dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from covey.config import ConfigError
+from covey.config.fields import iter_fields
+from covey.config.recipe import config_from_dict
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.metric_table import MetricTable
 from covey.tracking.metrics import METRICS, find
 from covey.tracking.plain_files import open_below, status_below
-from covey.tracking.run_reader import ranges, rollouts_file
+from covey.tracking.run_reader import number, ranges, rollouts_file, table
+from covey.tracking.score_kinds import has_interval, is_above
 from covey.tracking.wording import WORDINGS
 from covey.watch.curves import curves
 from covey.watch.files import recordings
@@ -31,11 +36,26 @@ class NotFound(Exception):
     """There is no such run, step or group; the message is one line."""
 
 
-class Answers:
-    """The answers about the runs of a library. Its methods may be called from several threads."""
+Advise = Callable[[Path], dict[str, str]]
 
-    def __init__(self, library: Library, indexer: Indexer) -> None:
-        self.library, self.indexer = library, indexer
+
+def no_advice(_: Path) -> dict[str, str]:
+    """No advice on any run."""
+    return {}
+
+
+class Answers:
+    """The answers about the runs of a library. Its methods may be called from several threads.
+
+    Args:
+        library: the runs.
+        indexer: keeps the indexes of rollouts; None for a report, which has none.
+        advise: from a run folder the texts "repeat", the command that trains the same again, and "next", what to do
+            after the run; those that are not known are absent.
+    """
+
+    def __init__(self, library: Library, indexer: Indexer | None, advise: Advise = no_advice) -> None:
+        self.library, self.indexer, self._advise = library, indexer, advise
         self._kept: OrderedDict[Any, Any] = OrderedDict()
 
     def find(self, id: str) -> Run:
@@ -60,14 +80,19 @@ class Answers:
 
     def run(self, id: str) -> dict[str, Any]:
         run = self.find(id)
-        self.indexer.ask(run.folder)
         described = run.describe()
-        names = self._metrics(run, lambda table: list(table.columns))
+        advice = self._advise(run.folder)
+        names = self._metrics(run, lambda metrics: list(metrics.columns))
         held_out = run.reader.held_out_steps()
         return described | {
             "config": run.config,
             "summary": run.summary,
             "evaluations": run.evaluations,
+            "verdict": verdict(run),
+            "next": advice.get("next"),
+            "repeat": advice.get("repeat"),
+            "defaults": self._keep(("defaults", id, repr(run.config)), lambda: _defaults(run.config)),
+            "machine": table((run.summary or {}).get("machine")) or table(run.origin.get("environment")),
             "metrics": sorted(map(_definition, names), key=lambda metric: (_place(metric["name"]), metric["name"])),
             "wording": _wording(described["domain"], described["score_kind"]),
             "steps_with_rollouts": ranges(steps := run.reader.rollout_steps()),
@@ -76,14 +101,14 @@ class Answers:
             "records_tokens": bool(steps) and self._records_tokens(run, steps[-1]),
             "iterations": run.reader.iterations(),
             "files": recordings(run.folder),
-            "index": progress(run.folder, index_path(run.folder)),
+            "index": self._index(run) if self.indexer else None,
         }
 
     def metrics(
         self, id: str, names: Sequence[str] | None, points: int, after: int, last: int | None
     ) -> dict[str, Any]:
         run = self.find(id)
-        found = self._metrics(run, lambda table: curves(table, names, points, after, last))
+        found = self._metrics(run, lambda metrics: curves(metrics, names, points, after, last))
         return found | {"generation": run.generation}
 
     def groups(self, id: str, step: int) -> dict[str, Any]:
@@ -105,13 +130,12 @@ class Answers:
 
     def rollouts(self, id: str, query: Query) -> dict[str, Any]:
         run = self.find(id)
-        self.indexer.ask(run.folder, texts=bool(query.text))
-        path = index_path(run.folder)
+        index = self._index(run, texts=bool(query.text))
         try:
-            found = select(run.folder, path, query)
+            found = select(run.folder, index_path(run.folder), query)
         except sqlite3.Error:  # it is not there yet, or of another version, which the indexer replaces
             found = {"total": None, "offset": query.offset, "next_offset": None, "rollouts": []}
-        return found | {"index": progress(run.folder, path)}
+        return found | {"index": index}
 
     def held_out(
         self, id: str, first: int | None, last: int | None, max_new_tokens: int | None, **choice: Any
@@ -139,14 +163,20 @@ class Answers:
         key = ("diagnosis", id, run.generation, run.progress()["last_step"])
         return self._keep(key, lambda: self._diagnose(run))
 
+    def _index(self, run: Run, *, texts: bool = False) -> dict[str, Any]:
+        """The table INDEX of the API, after the index was asked for."""
+        if self.indexer is not None:
+            self.indexer.ask(run.folder, texts=texts)
+        return progress(run.folder, index_path(run.folder))
+
     def _diagnose(self, run: Run) -> dict[str, Any]:
         from covey.tracking.diagnosis import diagnose
 
         config = run.config
-        last = self._metrics(run, lambda table: table.last_step)
+        last = self._metrics(run, lambda metrics: metrics.last_step)
         if config is None or not last:
             return {"step": last, "findings": [], "available": False}
-        findings = self._metrics(run, lambda table: diagnose(table.rows(), config, run.evaluations))
+        findings = self._metrics(run, lambda metrics: diagnose(metrics.rows(), config, run.evaluations))
         listed = [asdict(one) if is_dataclass(one) and not isinstance(one, type) else one for one in findings]
         return {"step": last, "findings": listed, "available": True}
 
@@ -193,6 +223,36 @@ class Answers:
         except NotFound:
             return False
         return bool(self._keep(key, lambda: {"tokens": run.reader.has_tokens(step)})["tokens"])
+
+
+def verdict(run: Run) -> dict[str, Any] | None:
+    """The outcome at the training's token limit in one sentence; None before there are two evaluations."""
+    first = next(iter(run.evaluations), {"before": None, "after": None})
+    before, after = first["before"], first["after"]
+    if before is None or after is None:
+        return None
+    described = run.describe()
+    wording = WORDINGS.get((described["domain"] or "", described["score_kind"] or ""), WORDINGS["language", "score"])
+    kind, so_far = wording.kind, "" if described["state"] == "finished" else " so far"
+    outcome = "better" if is_above(after, before) else "worse" if is_above(before, after) else "unclear"
+    words = {"better": "Better", "worse": "Worse", "unclear": "No certain change"}[outcome]
+    apart = "; the intervals overlap" if outcome == "unclear" and has_interval(before) and has_interval(after) else ""
+    sentence = f"{words}{so_far}: from {kind.write(before['score'])} to {kind.write(after['score'])}{apart}."
+    expected = number((run.summary or {}).get("expected_return"))
+    if expected is not None and not so_far:
+        reached = "is reached" if after["score"] >= expected else "is not reached"
+        sentence += f" The expected {kind.name} of {kind.write(expected)} {reached}."
+    return {"outcome": outcome, "text": sentence}
+
+
+def _defaults(config: dict[str, Any] | None) -> dict[str, Any]:
+    """The default of every field of a config by its dotted name; {} if this version cannot read it."""
+    try:
+        fields = iter_fields(config_from_dict(dict(config or {})))
+        return {name: list(item.default) if isinstance(item.default, tuple) else item.default
+                for name, item, _, _ in fields if item.default is not MISSING}  # fmt: skip
+    except (ConfigError, TypeError, ValueError):
+        return {}
 
 
 def _definition(name: str) -> dict[str, Any]:

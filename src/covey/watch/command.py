@@ -15,7 +15,7 @@ from covey.config.files import unusual_kind, user_path
 from covey.config.terminal import say
 from covey.runtime.web_server import WebServer, listen, web_server
 from covey.tracking.run_state import find_runs, is_run
-from covey.watch.answers import Answers
+from covey.watch.answers import Advise, Answers, no_advice
 from covey.watch.guard import HEADERS, MOST_CONNECTIONS, MOST_WAITING, refuse
 from covey.watch.indexer import Indexer
 from covey.watch.library import Library
@@ -27,13 +27,14 @@ PORTS = 20  # that are tried if the first is taken
 ROOT = Path("runs")
 
 
-def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = False) -> None:
+def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = False, advise: Advise = no_advice) -> None:
     """Show runs on a page until Ctrl-C.
 
     Args:
         runs: run folders, folders with runs below them, or names below runs/; none for all runs below runs/.
         port: the port; 0 is any free one, None is `PORT` or the next free one.
         open_page: open the page in the browser.
+        advise: see `Answers`.
 
     Raises:
         ConfigError: if a folder or the port cannot be used.
@@ -49,16 +50,16 @@ def watch(runs: Sequence[str], *, port: int | None = None, open_page: bool = Fal
         print(address, flush=True)
         if open_page:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        page_server(library, indexer).run(sockets=[listening])
+        page_server(Answers(library, indexer, advise), indexer).run(sockets=[listening])
 
 
-def page_server(library: Library, indexer: Indexer) -> WebServer:
+def page_server(answers: Answers, indexer: Indexer) -> WebServer:
     """The server of the page; `run(sockets=[...])` ends at a signal, with every stream of events."""
 
     def is_ending() -> bool:
         return running.should_exit
 
-    app = Server(Answers(library, indexer), is_ending).app()
+    app = Server(answers, indexer, is_ending).app()
     running = web_server(
         app, refuse, most_waiting=MOST_WAITING, most_connections=MOST_CONNECTIONS, headers=HEADERS.items()
     )

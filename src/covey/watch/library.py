@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from covey.config.fields import printable
 from covey.config.model_sources import CONFIG_FILE
 from covey.tracking.evaluations import evaluations_of
 from covey.tracking.metric_table import MetricTable, parse_metrics
@@ -98,12 +99,14 @@ class Run:
         first = next(iter(self.evaluations), {})
         return {
             "id": self.id,
-            "name": self.name,
+            "name": printable(self.name),
             "path": str(self.folder),
             "state": self._state,
             "domain": domain,
             "score_kind": kind,
             "recipe": text(summary.get("recipe")) or text(table(self.origin.get("launch")).get("recipe")) or None,
+            "algorithm": text(config.get("algorithm")) or None,
+            "seconds": number(summary.get("seconds")),
             "seed": config.get("seed", summary.get("seed")),
             "steps": config.get("steps"),
             "result": {"before": first.get("before"), "after": first.get("after")} if first else None,
@@ -124,7 +127,9 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        return self._cache("config", self._signature[3:], self.reader.config)
+        return (
+            self._cache("config", self._signature[3:], self.reader.config) or table(self.origin.get("config")) or None
+        )
 
     @property
     def summary(self) -> dict[str, Any] | None:

@@ -23,6 +23,8 @@ GET /api/runs              all watched runs, those that changed last first
          "domain": "language" | "control" | null,    null: config.toml is missing or damaged
          "score_kind": "accuracy" | "score" | "return" | null,
          "recipe": "arithmetic_grpo" | null,
+         "algorithm": "grpo" | null,
+         "seconds": 65.0 | null,                     of training and evaluations, once it has ended
          "seed": 0 | null,
          "last_step": 31,                            0 before the first step
          "steps": 60 | null,                         planned
@@ -36,6 +38,10 @@ GET /api/runs              all watched runs, those that changed last first
 
 GET /api/runs/{id}         one run: RUN and
     {"config": {...} | null,                         config.toml as tables
+     "defaults": {"steps": 100, ...},                the default of each setting by its dotted name
+     "verdict": {"outcome": "better" | "worse" | "unclear", "text": "one sentence"} | null,
+     "next": "what to do after the run" | null, "repeat": "the command that trains the same again" | null,
+     "machine": {...},                               versions and hardware; {} if they are not recorded
      "summary": {...} | null,                        summary.json, else stopped.json
      "evaluations": [{"max_new_tokens": 14 | null, "before": ESTIMATE | null, "after": ESTIMATE | null,
                       "kinds": [{"kind": "3 steps", "before": ESTIMATE | null, "after": ESTIMATE | null}, ...]}, ...],
@@ -154,6 +160,7 @@ from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
 from covey.watch.events import MOST_STREAMS, Events
 from covey.watch.files import OpenFile, open_recording, open_static
 from covey.watch.index import FILTERS
+from covey.watch.indexer import Indexer
 from covey.watch.search import LONGEST_TEXT, Query
 
 LARGEST_STEP = 1 << 53
@@ -166,9 +173,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Server:
     """The routes of the watched runs."""
 
-    def __init__(self, answers: Answers, is_ending: Callable[[], bool]) -> None:
+    def __init__(self, answers: Answers, indexer: Indexer, is_ending: Callable[[], bool]) -> None:
         self.answers = answers
-        self.events = Events(answers.library, answers.indexer, is_ending)
+        self.events = Events(answers.library, indexer, is_ending)
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     def app(self) -> ASGIApp:

@@ -8,18 +8,17 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
 from covey.data import Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem
 from covey.llm.conversation.adapter import WrongEnvironment, function_schema
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
+from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import RespondStyle
 from covey.llm.conversation.tool_calls import ToolCall, write_calls
 from covey.llm.conversation.tools import Tool, ToolError, check_call
-from covey.llm.conversation.workers import EnvironmentProcesses
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
 from helpers.chat_models import chat_of, tiny_chat
@@ -164,7 +163,7 @@ def test_an_adapter_that_cannot_be_prepared_is_refused() -> None:
 def test_conversations_of_a_model_with_an_adapter() -> None:
     chat = tiny_chat()
     options = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
-    environments = EnvironmentProcesses(BUILT_IN_ENVIRONMENTS["gymnasium"], 60.0, 100, options)
+    environments = EnvironmentProcesses("covey_environments.gymnasium:Gymnasium", 60.0, 100, options)
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
         environments=environments, style=RespondStyle(chat, []),

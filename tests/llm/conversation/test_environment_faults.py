@@ -16,9 +16,9 @@ import torch
 from covey.algorithms import KLPenalty, grpo
 from covey.data import EndReason, Group, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle
-from covey.llm.conversation.workers import EnvironmentProcesses
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+import pickle
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
+from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils import get_json_schema
 
 from covey.config import ConfigError
+from covey.llm.conversation.environment import HostedEnvironment
+from covey.llm.conversation.processes import copied_environment
 from covey.llm.conversation.tool_calls import RawText, ToolCall, read_calls
 from covey.llm.conversation.tool_prompt import call_format, with_tools
 from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, run_tool, text_of
@@ -19,6 +25,38 @@ from helpers.chat_models import CHAT_MODELS, chat_of
 class Base:
     def first(self) -> None:
         """Do nothing."""
+
+
+class Speed(Enum):
+    SLOW = 1
+    FAST = "fast"
+
+
+class Size(TypedDict):
+    width: int
+    unit: NotRequired[Literal["cm", "m"]]
+
+
+@dataclass
+class Place:
+    town: str
+    street: str | None = None
+    type: str = "house"  # a name that type hints have as well
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What is sent."""
+
+    to: Place
+    sizes: list[Size] = field(default_factory=list)
+    weight: InitVar[float] = 1.0
+    price: float = field(init=False, repr=False)
+
+    def __post_init__(self, weight: float) -> None:
+        if weight > 9:
+            raise ToolError("the parcel is too heavy")
+        object.__setattr__(self, "price", 2 * weight)
 
 
 class Shop(Base):
@@ -73,6 +111,16 @@ class Shop(Base):
         """
         return value
 
+    def send(self, parcel: Parcel, speed: Speed = Speed.SLOW, by: Place | Size | str | None = None) -> Any:
+        """Send a parcel.
+
+        Args:
+            parcel: the parcel
+            speed: of the delivery
+            by: where it goes along
+        """
+        return f"{parcel} {parcel.price} {speed} {by!r}"
+
     def fail(self, kind: str) -> str:
         """Fail.
 
@@ -96,7 +144,7 @@ def called(name: str, **arguments: Any) -> str:
 
 
 def test_public_methods_are_tools_in_the_order_of_their_definition() -> None:
-    assert [tool.name for tool in TOOLS] == ["first", "sell", "paint", "ring", "either", "fail"]
+    assert [tool.name for tool in TOOLS] == ["first", "sell", "paint", "ring", "either", "send", "fail"]
     assert describe_tools(Shop) == TOOLS
     assert TOOLS[1].schema == {
         "type": "function",
@@ -115,6 +163,48 @@ def test_public_methods_are_tools_in_the_order_of_their_definition() -> None:
             "return": {"type": "string"},
         },
     }
+
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "town": {"type": "string"},
+        "street": {"type": "string", "nullable": True},
+        "type": {"type": "string"},
+    },
+    "required": ["town"],
+    "additionalProperties": False,
+}
+SIZE = {
+    "type": "object",
+    "properties": {"width": {"type": "integer"}, "unit": {"type": "string", "enum": ["cm", "m"]}},
+    "required": ["width"],
+    "additionalProperties": False,
+}
+
+
+def test_classes_with_fields_are_objects() -> None:
+    assert TOOLS[5].properties == {
+        "parcel": {
+            "type": "object",
+            "properties": {
+                "to": PLACE,
+                "sizes": {"type": "array", "items": SIZE},
+                "weight": {"type": "number"},
+            },
+            "required": ["to"],
+            "additionalProperties": False,
+            "description": "the parcel",
+        },
+        "speed": {"type": ["integer", "string"], "enum": [1, "fast"], "description": "of the delivery"},
+        "by": {"anyOf": [PLACE, SIZE, {"type": "string"}], "nullable": True, "description": "where it goes along"},
+    }
+
+
+@pytest.mark.parametrize("name", [tool.name for tool in TOOLS if tool.name != "send"])
+def test_schemas_are_those_of_transformers(name: str) -> None:
+    [tool] = [tool for tool in TOOLS if tool.name == name]
+    assert tool.schema == get_json_schema(getattr(Shop, name))
 
 
 def test_an_environment_without_methods_has_no_tools() -> None:
@@ -164,6 +254,20 @@ def unresolved(self, x: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: 
     return 0
 
 
+@dataclass
+class Node:
+    next: Node | None = None
+
+
+def recursive(self, x: list[Node]) -> int:
+    """Take x.
+
+    Args:
+        x: a list
+    """
+    return 0
+
+
 def many(self, *numbers: int) -> int:
     """Take numbers.
 
@@ -182,10 +286,19 @@ async def later(self, x: int) -> int:
     return x
 
 
-@pytest.mark.parametrize("method", [no_docstring, no_hint, no_description, unknown_type, unresolved, many, later])
-def test_a_method_that_cannot_be_described_is_named(method: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (no_docstring, "it has no docstring"), (no_hint, "Argument x is missing a type hint"),
+        (no_description, "no description for the argument 'x'"), (unresolved, "name 'Nowhere' is not defined"),
+        (unknown_type, r"\(Queue is not a type that a model can write, which are int, .*, dataclasses and TypedDict\)"),
+        (recursive, r"\(the class Node contains itself\)"), (many, "name every argument"),
+        (later, "make it an ordinary method"),
+    ],
+)  # fmt: skip
+def test_a_method_that_cannot_be_described_is_named(method: Any, reason: str) -> None:
     kind = type("Mine", (), {"method": method})
-    with pytest.raises(ConfigError, match=r"^the tool Mine\.method ") as caught:
+    with pytest.raises(ConfigError, match=rf"^the tool Mine\.method .*{reason}") as caught:
         describe_tools(kind())
     assert "\n" not in str(caught.value)
 
@@ -204,9 +317,41 @@ def test_calls() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (
+            {"parcel": {"to": {"town": "Ulm"}, "weight": 2}, "speed": "fast"},
+            "Parcel(to=Place(town='Ulm', street=None, type='house'), sizes=[]) 4 Speed.FAST None",
+        ),
+        (
+            {"parcel": {"to": {"town": "a", "street": "b"}, "sizes": [{"width": 1}]}, "by": {"town": "c"}},
+            "Parcel(to=Place(town='a', street='b', type='house'), sizes=[{'width': 1}]) 2.0 Speed.SLOW "
+            "Place(town='c', street=None, type='house')",
+        ),
+        (
+            {"parcel": RawText('{"to": {"town": "a"}}'), "speed": RawText("1"), "by": RawText("me")},
+            "Parcel(to=Place(town='a', street=None, type='house'), sizes=[]) 2.0 Speed.SLOW 'me'",
+        ),
+    ],
+)
+def test_a_method_gets_objects_of_its_types(arguments: dict[str, Any], given: str) -> None:
+    assert called("send", **arguments) == given
+    assert call_tool(SHOP, ToolCall("send", arguments)) == given, "described again"
+
+
+def test_a_class_with_fields_is_known_in_the_process_of_a_copied_environment() -> None:
+    """Whose type hints are in quotes, as in this file, and whose names the copy does not have."""
+    make, tools = pickle.loads(copied_environment(Shop, "Shop"))
+    hosted = HostedEnvironment(make, 1000, tools)
+    call = {"name": "send", "arguments": {"parcel": {"to": {"town": "Ulm"}}}}
+    [text] = hosted.answer({"do": "call", "calls": [call]})["texts"]
+    assert text.startswith("Parcel(to=Place(town='Ulm'")
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("buy", {}, "there is no tool 'buy'; the tools are: first, sell, paint, ring, either, fail"),
+        ("buy", {}, "there is no tool 'buy'; the tools are: first, sell, paint, ring, either, send, fail"),
         ("_hidden", {"x": 1}, "there is no tool '_hidden'"),
         ("reset", {}, "there is no tool 'reset'"),
         ("x" * 500, {}, f"there is no tool '{'x' * 57}...'"),
@@ -225,6 +370,15 @@ def test_calls() -> None:
         ("paint", {"parts": [1, "b"]}, "the argument 'parts' of paint has an entry 2 that must be an integer"),
         ("paint", {"labels": {"a": 1}}, "the argument 'labels' of paint has an entry 'a' that must be a string"),
         ("paint", {"size": [1]}, "the argument 'size' of paint must have 2 entries, and has 1"),
+        ("send", {"parcel": {}}, "the argument 'parcel' of send lacks the entry 'to'"),
+        ("send", {"parcel": "Ulm"}, "the argument 'parcel' of send must be an object, and is a string"),
+        ("send", {"parcel": {"to": {"town": 1}}}, "the argument 'parcel' of send has an entry 'to' that has an entry "
+         "'town' that must be a string, and is an integer"),
+        ("send", {"parcel": {"to": {"town": "a"}, "price": 1}}, "the argument 'parcel' of send has the unknown entry "
+         "'price'; its entries are: to, sizes, weight"),
+        ("send", {"parcel": {"to": {"town": "a"}, "weight": 10}}, "the parcel is too heavy"),
+        ("send", {"speed": "SLOW"}, "the argument 'speed' of send must be one of 1, \"fast\""),
+        ("send", {"by": {"width": "a"}}, "the argument 'by' of send lacks the entry 'town' or has an entry 'width'"),
         ("fail", {"kind": "model"}, "the shop is closed"),
     ],
 )  # fmt: skip
@@ -270,7 +424,10 @@ values = st.recursive(
 @given(
     st.sampled_from([*(tool.name for tool in TOOLS[:-1]), "no"]),
     st.dictionaries(
-        st.sampled_from(["item", "count", "price", "color", "parts", "labels", "size", "loud", "value", "z"]), values
+        st.sampled_from(
+            ["item", "count", "price", "color", "parts", "labels", "size", "loud", "value", "parcel", "by"]
+        ),
+        values,
     ),
 )
 @settings(max_examples=100)
@@ -304,6 +461,10 @@ def test_every_model_reads_of_its_tools_exactly_once(name: str) -> None:
     if format == "fenced":
         assert "```tool\n" in text
         assert "- sell(item: string, count: integer, price: number): Sell an item." in text
+        place = "{town: string, street?: string, type?: string}"
+        size = '{width: integer, unit?: "cm" or "m"}'
+        parcel = f"{{to: {place}, sizes?: array of {size}, weight?: number}}"
+        assert f'- send(parcel: {parcel}, speed: 1 or "fast", by: {place} or {size} or string): Send' in text
 
 
 def test_a_system_message_stays_before_the_description_of_the_tools() -> None:

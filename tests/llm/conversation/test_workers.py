@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.llm.conversation import environment_worker
 from covey.llm.conversation.environment import HostedEnvironment
-from covey.llm.conversation.python_environment import copied_environment
-from covey.llm.conversation.workers import EnvironmentFailed, EnvironmentProcesses
+from covey.llm.conversation.processes import EnvironmentProcesses, copied_environment
+from covey.runtime.worker import child
+from covey.runtime.worker.process import CallError
 from helpers import guessing
 
 FILE = str(Path(guessing.__file__))
@@ -86,7 +86,7 @@ def test_a_fault_ends_its_own_conversation_alone(environments, fault):
         session.ask({"do": "step", "message": message})
         for session, message in zip(sessions, ("a", fault, "b"), strict=True)
     ]
-    with pytest.raises(EnvironmentFailed, match=FAULTS[fault]) as failed:
+    with pytest.raises(CallError, match=FAULTS[fault]) as failed:
         answers[1].result(60)
     assert "\n" not in str(failed.value)
     assert [answers[place].result(60)["text"] for place in (0, 2)] == ["got a", "got b"]
@@ -97,15 +97,15 @@ def test_a_fault_ends_its_own_conversation_alone(environments, fault):
 
 def test_a_fault_in_reset(environments):
     session = environments.open(0)
-    with pytest.raises(EnvironmentFailed, match="RuntimeError: at once"):
+    with pytest.raises(CallError, match="RuntimeError: at once"):
         session.ask({"do": "reset", "columns": {"fault": "raise at once"}}).result(60)
 
 
 def test_after_a_fault_every_request_fails(processes):
     session = processes.open(0)
-    with pytest.raises(EnvironmentFailed):
+    with pytest.raises(CallError):
         say(session, "die 1")
-    with pytest.raises(EnvironmentFailed, match="its process ended"):
+    with pytest.raises(CallError, match="its process ended"):
         say(session, "hello")
 
 
@@ -146,27 +146,28 @@ def wait_for_end(process):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_processes_of_an_environment_end_with_it(processes):
     closed, hanging = processes.open(0), processes.open(0)
-    children = [int(say(session, "child")["text"]) for session in (closed, hanging)]
-    assert all(map(alive, children))
+    started = [int(say(session, "child")["text"]) for session in (closed, hanging)]
+    assert all(map(alive, started))
     closed.close()
-    with pytest.raises(EnvironmentFailed):
+    with pytest.raises(CallError):
         say(hanging, "hang")
-    for child in children:
-        wait_for_end(child)
+    for process in started:
+        wait_for_end(process)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_killed_worker_is_started_again():
     processes = EnvironmentProcesses(f"{FILE}:Faulty", 60.0, 1000)
     session = processes.open(0)
-    child = int(say(session, "child")["text"])
-    os.kill(processes._worker.supervisor.pid, signal.SIGKILL)
-    with pytest.raises(EnvironmentFailed, match="its process ended"):
+    started = int(say(session, "child")["text"])
+    supervisor = processes._sessions._worker.child.supervisor
+    os.kill(supervisor.pid, signal.SIGKILL)
+    with pytest.raises(CallError, match="its process ended"):
         say(session, "hang")
-    processes._worker.supervisor.wait()
+    supervisor.wait()
     assert say(processes.open(0), "hello")["text"] == "got hello"
     processes.close()
-    wait_for_end(child)
+    wait_for_end(started)
 
 
 def test_output_goes_to_stderr(processes, capfd):
@@ -193,7 +194,7 @@ def test_a_class_that_is_no_environment_is_refused(name, message):
 
 
 def test_a_column_without_json_fails_the_conversation(processes):
-    with pytest.raises(EnvironmentFailed, match="cannot be sent"):
+    with pytest.raises(CallError, match="cannot be sent"):
         processes.open(0).ask({"do": "reset", "columns": {"columns": object()}}).result(60)
 
 
@@ -236,7 +237,7 @@ def test_a_mistake_in_a_class_is_one_line_that_names_the_fix(source, tmp_path):
     file.write_text(source)
     processes = EnvironmentProcesses(f"{file}:E", 60.0, 1000)
     try:
-        with pytest.raises((ConfigError, EnvironmentFailed)) as refused:
+        with pytest.raises((ConfigError, CallError)) as refused:
             describe_and_reset(processes)
     finally:
         processes.close()
@@ -259,7 +260,7 @@ def test_a_reply_after_the_deadline_is_dropped():
 
     slow = Slow()
     with environment:
-        environment_worker._converse(environment, slow)
+        child._Worker(environment).converse(slow.answer)
     assert slow.calls == 1
 
 

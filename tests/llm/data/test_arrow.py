@@ -18,7 +18,6 @@ from covey.config import ConfigError, DatasetConfig
 from covey.config.inputs import input_checksums
 from covey.config.recipe import config_from_dict
 from covey.config.sft import SFTConfig
-from covey.config.validate import check_task
 from covey.llm.data.rows import read_data, read_rows
 from covey.llm.data.sft_examples import read_rows as read_sft_rows
 from covey.llm.tasks import PromptDataset, Rows
@@ -274,7 +273,7 @@ def test_a_folder_that_is_no_data_set(files: dict[str, str], why: str, tmp_path:
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=why) as caught:
-        check_task(DatasetConfig(path=str(folder)))
+        DatasetConfig(path=str(folder)).check()
     assert "\n" not in str(caught.value)
 
 
@@ -282,7 +281,7 @@ def test_a_missing_package_is_named_before_the_run(tmp_path: Path, monkeypatch: 
     path = write(tmp_path / "d.parquet", ROWS)
     monkeypatch.setattr("covey.config.data_paths.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'is read with pyarrow: pip install "covey\[arrow\]"'):
-        check_task(DatasetConfig(path=str(path)))
+        DatasetConfig(path=str(path)).check()
 
 
 def test_a_changed_file_of_a_folder_is_noticed_on_resume(tmp_path: Path) -> None:

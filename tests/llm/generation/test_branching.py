@@ -23,7 +23,7 @@ from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.model import prefix_attention
 from covey.llm.model.chat import Chat
-from covey.llm.model.hidden_states import hidden_states_for_actions
+from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import kernels_for
 from covey.llm.policy import LanguagePolicy

@@ -20,11 +20,11 @@ from covey.llm.generation import local_generator, native_decoder, shared_prefix_
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.decoder import token_bytes
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.prepacked_linear import PackedLinears
+from covey.llm.generation.packed_layers import PackedLinears
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
 from covey.llm.memory.estimate import predict
-from covey.llm.model import exact_kl, logprobs
+from covey.llm.model import logprobs
 from covey.llm.model.architecture import Heads
 from covey.llm.model.prefix_attention import IMPLEMENTATION
 from covey.llm.native.bindings import TORCH_ALONE, kernels_for
@@ -173,16 +173,16 @@ def test_the_peak_of_token_logprobs_in_the_backward_pass(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 def test_the_exact_kl(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = recorded(monkeypatch, exact_kl, "Logits")
-    gradients = recorded(monkeypatch, exact_kl, "LogitGradients")
+    logits = recorded(monkeypatch, logprobs, "Logits")
+    gradients = recorded(monkeypatch, logprobs, "LogitGradients")
     shape = 9, 8, 30
     (states_NW, head), (other_NW, other_head) = (head_of(*shape, dtype) for _ in range(2))
-    exact_kl.exact_kl(states_NW, head, other_NW, other_head, 1.0, TORCH_ALONE).sum().backward()
+    logprobs.exact_kl(states_NW, head, other_NW, other_head, 1.0, TORCH_ALONE).sum().backward()
     assert len(logits) == 4, "policy and reference, forward and backward"
     held = bytes_of(tensor for part in logits[2:] for tensor in (part._products, part._exact))
     held += bytes_of([gradients[0].hidden, gradients[0].weight, other_NW])
-    assert held == exact_kl.buffer_bytes(*shape, dtype.itemsize)
-    assert bytes_of([states_NW.grad, head.weight.grad]) == exact_kl.returned_bytes(*shape, dtype.itemsize)
+    assert held == logprobs.exact_kl_bytes(*shape, dtype.itemsize)
+    assert bytes_of([states_NW.grad, head.weight.grad]) == logprobs.exact_kl_returned_bytes(*shape, dtype.itemsize)
 
 
 @pytest.mark.parametrize("rows", [5, 40])

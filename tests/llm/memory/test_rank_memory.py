@@ -18,9 +18,8 @@ from covey.config import (
 )
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.memory_of_ranks import must_shard
-from covey.llm.memory.adapter_memory import adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
-from covey.llm.memory.estimate import MemoryPlan, largest_microbatch, microbatches_of_shard, predict
+from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.memory.rank_memory import (
     predict_sharded,
     rollout_bytes,
@@ -29,9 +28,8 @@ from covey.llm.memory.rank_memory import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import Alone, GradientTree
-from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.weights_choice import fits_replicated, replica_bytes
-from covey.train.shards import shard_rows
+from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
+from covey.train.gather import shard_rows
 
 FIELDS = {
     "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,

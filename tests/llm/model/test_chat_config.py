@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.config import ArithmeticConfig, ChatConfig, ConfigError, RunConfig, SamplingConfig
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.experiment.inference import sample_model
 from covey.experiment.llm import build_machine, load_policy
 from covey.llm.model.chat import Chat, TokenPrompt

@@ -17,7 +17,7 @@ from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
-from covey.llm.model.exact_kl import exact_kl
+from covey.llm.model.logprobs import exact_kl
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.train.prepare import prepare_batch

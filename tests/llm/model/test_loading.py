@@ -21,7 +21,7 @@ from covey.config import (
 )
 from covey.config.model_sources import ModelKind, find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_tables
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.experiment import run as runs
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import run

@@ -12,21 +12,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.adapter_folder import adapter_folder, read_adapter_config
+from covey.config.lora import adapter_folder, read_adapter_config
 from covey.data import Batch, Start, collate
 from covey.llm.critic import AdapterCritic
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.adapted_layers import adapted_layers, base_of, joined_weights, merged_weight
 from covey.llm.model.chat import Chat
 from covey.llm.model.lora import (
     CRITIC,
     REFERENCE,
     Adapter,
     AdapterWeights,
+    adapted_layers,
     add_adapter,
+    base_of,
     copy_adapter,
+    joined_weights,
     load_adapter,
     merge_adapter,
+    merged_weight,
     save_adapter,
 )
 from covey.llm.model.recompute import recompute_layers
@@ -219,7 +222,7 @@ def test_weights_are_merged_a_few_rows_at_a_time(kind: str, monkeypatch: pytest.
     _, adapter = adapted(kind)
     layers = list(adapted_layers(adapter.model).values())
     whole = [merged_weight(layer) for layer in layers]
-    monkeypatch.setattr("covey.llm.model.adapted_layers.MERGED_ROWS", 5)
+    monkeypatch.setattr("covey.llm.model.lora.MERGED_ROWS", 5)
     for layer, expected in zip(layers, whole, strict=True):
         torch.testing.assert_close(merged_weight(layer), expected, rtol=0, atol=1e-6)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.llm.model.microbatches import Row, order_rows, split_rows
+from covey.llm.model.prefix_attention import Row, order_rows, split_rows
 
 
 def uniform(groups: int, size: int, prompt: int, completion: int) -> list[Row]:

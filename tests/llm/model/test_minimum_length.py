@@ -11,12 +11,11 @@ from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import StepStyle
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.grader import build_grader
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
-from covey.llm.model.logprobs import token_logprobs
-from covey.llm.model.minimum_length import NO_MINIMUM, Excluded, MinimumLength
+from covey.llm.model.logprobs import NO_MINIMUM, Excluded, MinimumLength, token_logprobs
 from covey.llm.native.bindings import TORCH_ALONE, KernelSet
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from covey.llm.model.stop_strings import StopStrings, stop_strings
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
 from covey.llm.sampler import LanguageSampler
+from covey.runtime.foreign_json import BadJson
 from helpers.chat_models import CHAT_MODELS
 from helpers.chat_models import chat_of as chat_model
 from helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -192,7 +194,9 @@ def test_a_server_and_a_run_without_one_have_the_same_completions():
             assert body["sampling_params"]["stop"] == list(STOPS)
             if not covey:
                 del body["sampling_params"]["stop"]
-            asked = wire.read_request(body, 84, ("run-0", 0), lambda strings: stop_strings(chat, strings))
+            asked = wire.read_request(
+                json.dumps(body).encode(), 84, ("run-0", 0), lambda strings: stop_strings(chat, strings)
+            )
             assert asked.settings.stop is (stop_strings(chat, STOPS) if covey else None)
             answer = wire.answer_body(engine.generate(asked).result(60), "run-0")  # type: ignore[arg-type]
             found = wire.read_answer(answer, request, "run-0", 84)
@@ -206,5 +210,5 @@ def test_a_server_and_a_run_without_one_have_the_same_completions():
 def test_a_server_refuses_strings_that_are_none(stop: Any) -> None:
     body = wire.request_body(requests((), policy_and_chat()[1])[0], "run-0", covey=True)
     body["sampling_params"]["stop"] = stop
-    with pytest.raises(wire.BadBody, match=r"sampling_params\.stop must be"):
-        wire.read_request(body, 84, ("run-0", 0), lambda strings: None)
+    with pytest.raises(BadJson, match=r"sampling_params\.stop(\[0\])? must be"):
+        wire.read_request(json.dumps(body).encode(), 84, ("run-0", 0), lambda strings: None)

@@ -12,7 +12,7 @@ import torch
 from covey.config import RunError
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.client import Client
-from covey.llm.remote.probe import probe
+from covey.llm.remote.proof import probe
 from covey.llm.remote.weights import FileTransport
 from helpers.samplers import TOKEN, Serving, serving
 from helpers.tiny_models import tiny_folder, tiny_model

@@ -33,9 +33,8 @@ from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
 from covey.llm.remote.fleet import Fleet
 from covey.llm.remote.generator import RemoteGenerator
-from covey.llm.remote.group_transport import GroupTransport
 from covey.llm.remote.proof import Proof
-from covey.llm.remote.weights import FileTransport, Transport, private_folders
+from covey.llm.remote.weights import FileTransport, GroupTransport, Transport, private_folders
 from helpers.samplers import TOKEN, Proxy, Serving, begin, is_generation, serving, wait_for
 from helpers.tiny_models import tiny_folder, tiny_model
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from covey.llm.remote import group_transport, wire
 from covey.llm.remote import server as server_module
+from covey.llm.remote import weights, wire
 from covey.llm.remote.server import Server
+from covey.runtime.foreign_json import BadJson, convert
 from helpers.samplers import TOKEN, free_port, serving
 from helpers.tiny_models import tiny_folder
 
@@ -45,16 +46,18 @@ def test_a_group_that_no_run_makes_is_refused_at_once(info: Any, monkeypatch: py
 
 
 def test_a_sender_whom_nobody_reaches_costs_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_transport, "TCPStore", lambda *_, **__: pytest.fail("it tries for as long as it may"))
-    sender = group_transport.read_sender(GROUP | {"port": free_port()})
-    with pytest.raises(group_transport.BadWeights, match="could not be made"):
-        group_transport.connect_to_sender(sender)
+    monkeypatch.setattr(weights, "TCPStore", lambda *_, **__: pytest.fail("it tries for as long as it may"))
+    sender = convert(GROUP | {"port": free_port()}, weights.Sender)
+    with pytest.raises(weights.BadWeights, match="could not be made"):
+        weights.connect_to_sender(sender)
 
 
 def test_a_shape_of_many_sizes_is_refused_before_they_are_multiplied() -> None:
-    info = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2**39] * 100_000]}
-    with pytest.raises(wire.BadBody, match="that no weights have"):
-        group_transport.read_announced(info)
+    info = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2**39] * 100_000], "sha256": ""}
+    with pytest.raises(BadJson, match=r"shapes\[0\] must be a list of length <= 8"):
+        convert(info, weights.GroupUpdate)
+    with pytest.raises(BadJson, match="that no weights have"):
+        convert(info | {"shapes": [[2**39] * 8]}, weights.GroupUpdate).tensors()
 
 
 @pytest.mark.parametrize(("route", "most"), [(wire.START, 64 << 10), (wire.PAUSE, None), (wire.UPDATE, 16 << 20)])

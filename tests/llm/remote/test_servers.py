@@ -222,7 +222,7 @@ def test_every_route_but_one_needs_the_token(server: Serving) -> None:
         (b"no json", "JSON"),
         (b"[" * 100_000, "JSON"),
         (b"[]", "object"),
-        ({}, "sampling_params"),
+        ({}, "the JSON has no weight_version"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [VOCABULARY]}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),

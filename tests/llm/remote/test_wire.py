@@ -1,4 +1,4 @@
-"""Answers from outside are parsed strictly: whatever is not the answer to the request raises `BadBody`."""
+"""Answers from outside are parsed strictly: whatever is not the answer to the request raises `BadJson`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.remote import wire
+from covey.runtime.foreign_json import BadJson
 
 SETTINGS = GenerationSettings(4, 1.0, frozenset({1, 2}), 7, shared_prefix=1)
 REQUEST = GenerationRequest((5, 6), 2, RandomKey(3, 1, 4), SETTINGS)
@@ -33,6 +34,10 @@ PLAIN = st.recursive(
 
 def read(answer: Any, request: GenerationRequest = REQUEST) -> list[Completion]:
     return wire.read_answer(json.dumps(answer).encode(), request, "run-7", vocabulary=10)
+
+
+def read_request(body: Any) -> GenerationRequest:
+    return wire.read_request(json.dumps(body).encode(), 10, ("run-7", 7), NO_STOP)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -65,41 +70,41 @@ SPAN = (*CHOICE, "weight_versions", 0)
 @pytest.mark.parametrize(
     ("path", "new", "kind"),
     [
-        ((*CHOICE, "token_ids", 0), 10, wire.BadBody),
-        ((*CHOICE, "token_ids", 0), -1, wire.BadBody),
-        ((*CHOICE, "token_ids", 0), True, wire.BadBody),
-        ((*CHOICE, "token_ids", 0), 9.0, wire.BadBody),
-        ((*CHOICE, "token_ids", 0), 1, wire.BadBody),  # goes on after its end
-        ((*CHOICE, "token_ids", 2), 9, wire.BadBody),  # is cut
-        ((*CHOICE, "token_ids"), [], wire.BadBody),
-        ((*CHOICE, "finish_reason"), "length", wire.BadBody),
-        ((*CHOICE, "finish_reason"), "abort", wire.BadBody),
-        ((*CHOICE, "finish_reason"), None, wire.BadBody),
-        ((*CHOICE, "index"), 1, wire.BadBody),
-        ((*CHOICE, "index"), 2, wire.BadBody),
-        (PROBABILITY, 0.001, wire.BadBody),
-        (PROBABILITY, float("nan"), wire.BadBody),
-        (PROBABILITY, float("-inf"), wire.BadBody),
-        (PROBABILITY, None, wire.BadBody),
-        (PROBABILITY, "-1", wire.BadBody),
-        ((*CHOICE, "logprobs", "content"), [], wire.BadBody),
-        ((*CHOICE, "logprobs"), None, wire.BadBody),
+        ((*CHOICE, "token_ids", 0), 10, BadJson),
+        ((*CHOICE, "token_ids", 0), -1, BadJson),
+        ((*CHOICE, "token_ids", 0), True, BadJson),
+        ((*CHOICE, "token_ids", 0), 9.0, BadJson),
+        ((*CHOICE, "token_ids", 0), 1, BadJson),  # goes on after its end
+        ((*CHOICE, "token_ids", 2), 9, BadJson),  # is cut
+        ((*CHOICE, "token_ids"), [], BadJson),
+        ((*CHOICE, "finish_reason"), "length", BadJson),
+        ((*CHOICE, "finish_reason"), "abort", BadJson),
+        ((*CHOICE, "finish_reason"), None, BadJson),
+        ((*CHOICE, "index"), 1, BadJson),
+        ((*CHOICE, "index"), 2, BadJson),
+        (PROBABILITY, 0.001, BadJson),
+        (PROBABILITY, float("nan"), BadJson),
+        (PROBABILITY, float("-inf"), BadJson),
+        (PROBABILITY, None, BadJson),
+        (PROBABILITY, "-1", BadJson),
+        ((*CHOICE, "logprobs", "content"), [], BadJson),
+        ((*CHOICE, "logprobs"), None, BadJson),
         ((*SPAN, "version"), "run-6", wire.WrongVersion),
         ((*SPAN, "version"), 7, wire.WrongVersion),
-        ((*SPAN, "start"), 1, wire.BadBody),
-        ((*SPAN, "end"), 2, wire.BadBody),
-        ((*SPAN, "end"), 4, wire.BadBody),
-        ((*CHOICE, "weight_versions"), [], wire.BadBody),
-        ((*CHOICE, "weight_versions"), None, wire.BadBody),
-        ((*CHOICE, "cached_tokens"), 3, wire.BadBody),  # the prompt has two tokens
-        ((*CHOICE, "cached_tokens"), -1, wire.BadBody),
-        (("choices",), RIGHT["choices"][:1], wire.BadBody),
-        (("choices",), RIGHT["choices"] * 2, wire.BadBody),
-        ((), [], wire.BadBody),
+        ((*SPAN, "start"), 1, BadJson),
+        ((*SPAN, "end"), 2, BadJson),
+        ((*SPAN, "end"), 4, BadJson),
+        ((*CHOICE, "weight_versions"), [], BadJson),
+        ((*CHOICE, "weight_versions"), None, BadJson),
+        ((*CHOICE, "cached_tokens"), 3, BadJson),  # the prompt has two tokens
+        ((*CHOICE, "cached_tokens"), -1, BadJson),
+        (("choices",), RIGHT["choices"][:1], BadJson),
+        (("choices",), RIGHT["choices"] * 2, BadJson),
+        ((), [], BadJson),
     ],
 )
 def test_an_answer_that_is_wrong_in_one_place_is_refused(path: tuple[Any, ...], new: Any, kind: type) -> None:
-    with pytest.raises(wire.BadBody) as caught:
+    with pytest.raises(BadJson) as caught:
         read(replaced(path, new))
     assert type(caught.value) is kind
 
@@ -107,7 +112,7 @@ def test_an_answer_that_is_wrong_in_one_place_is_refused(path: tuple[Any, ...], 
 def test_a_completion_that_was_cut_is_refused():
     answer = replaced((*CHOICE, "token_ids", 2), 9)
     answer["choices"][0]["finish_reason"] = "length"
-    with pytest.raises(wire.BadBody, match="is cut"):
+    with pytest.raises(BadJson, match="is cut"):
         read(answer)
 
 
@@ -129,7 +134,7 @@ def test_an_answer_with_anything_in_any_place_is_read_or_refused(data: st.DataOb
     path = data.draw(st.sampled_from(places(RIGHT)))
     try:
         found = read(replaced(path, data.draw(PLAIN)))
-    except wire.BadBody:
+    except BadJson:
         return
     assert [len(one.tokens) for one in found] == [len(one.logprobs) for one in found]
     assert all(0 <= token < 10 for one in found for token in one.tokens)
@@ -141,7 +146,7 @@ def test_an_answer_with_anything_in_any_place_is_read_or_refused(data: st.DataOb
 @example(b"1" * 5000)
 @example(b"\xff")
 def test_bytes_that_are_no_answer_are_refused(content: bytes) -> None:
-    with pytest.raises(wire.BadBody):
+    with pytest.raises(BadJson):
         wire.read_answer(content, REQUEST, "run-7", 10)
 
 
@@ -149,46 +154,46 @@ def test_bytes_that_are_no_answer_are_refused(content: bytes) -> None:
 def test_a_request_is_read_or_refused(changes: dict[str, Any]) -> None:
     body = wire.request_body(REQUEST, "run-7", covey=True) | changes
     try:
-        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
-    except wire.BadBody:
+        read_request(body)
+    except BadJson:
         return
 
 
 def test_a_request_is_read_as_it_was_written():
-    body = json.loads(json.dumps(wire.request_body(REQUEST, "run-7", covey=True)))
-    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == REQUEST
+    body = wire.request_body(REQUEST, "run-7", covey=True)
+    assert read_request(body) == REQUEST
     for key in (RandomKey(1, 2, 3, 4, 5, 6), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
         request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
-        assert wire.read_request(wire.request_body(request, "run-7", covey=True), 10, ("run-7", 7), NO_STOP) == request
+        assert read_request(wire.request_body(request, "run-7", covey=True)) == request
 
 
 def test_a_turn_of_a_conversation_is_named_to_the_server():
     turn = replace(REQUEST, settings=replace(SETTINGS, continues=True))
     body = wire.request_body(turn, "run-7", covey=True)
-    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == turn
+    assert read_request(body) == turn
     body["covey"]["continues"] = 1
-    with pytest.raises(wire.BadBody, match="continues must be true or false"):
-        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
+    with pytest.raises(BadJson, match="continues must be true or false"):
+        read_request(body)
 
 
 def test_a_minimum_length_is_named_to_coveys_server_alone():
     least = replace(REQUEST, settings=replace(SETTINGS, truncation=Truncation(min_new_tokens=3)))
     body = wire.request_body(least, "run-7", covey=True)
-    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == least
+    assert read_request(body) == least
     assert "min_tokens" not in wire.request_body(REQUEST, "run-7", covey=True)["sampling_params"]
     body["sampling_params"]["min_tokens"] = -1
-    with pytest.raises(wire.BadBody, match=r"sampling_params\.min_tokens"):
-        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
+    with pytest.raises(BadJson, match=r"sampling_params\.min_tokens"):
+        read_request(body)
 
 
 def test_positions_of_random_numbers_that_are_no_words_are_refused():
     key = RandomKey(1, 2, 3, 0, 0, 2**32 - 9)
     request = GenerationRequest((1,), 1, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
     body = wire.request_body(request, "run-7", covey=True)
-    assert wire.read_request(body, 10, ("run-7", 7), NO_STOP) == request
+    assert read_request(body) == request
     body["covey"]["first_position"] += 1
-    with pytest.raises(wire.BadBody, match="first_position must be at most"):
-        wire.read_request(body, 10, ("run-7", 7), NO_STOP)
+    with pytest.raises(BadJson, match="first_position must be at most"):
+        read_request(body)
 
 
 def test_a_request_to_vllm_has_its_fields_alone_and_a_seed_of_the_whole_key():

@@ -13,8 +13,8 @@ import pytest
 from covey.config import ConfigError, RewardConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
-from covey.llm.rewards.adapters import adapted
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.reward_call import adapted
+from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks import PromptDataset
 
 # The examples have the shapes that verl's and verifiers' documentation show.
@@ -170,8 +170,8 @@ def test_results_of_single_completions_are_checked_as_others(build) -> None:
 
 def test_a_boundary_function_may_call_its_text_completion(file: Path) -> None:
     file.write_text("def split(completion): return [len(completion)]")
-    process = RewardProcess(f"{file}:split")
-    assert process.call_on_text("abc", 60.0) == [3]
+    process = RewardPool(f"{file}:split")
+    assert process.positions("abc", 60.0) == [3]
     process.close()
 
 

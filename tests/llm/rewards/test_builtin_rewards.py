@@ -16,10 +16,10 @@ import pytest
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
-from covey.llm.rewards.worker import load_function
 from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
+from covey.runtime.worker.child import load_function
 from helpers.graded import group, rewards_of, start
-from helpers.mutants import PACKAGE
+from helpers.mutants import PACKAGES
 from helpers.pages import ROOT
 
 FIELDS = {field.name for field in fields(RewardConfig)}
@@ -40,7 +40,7 @@ def test_impossible_rewards_are_refused():
         (RewardConfig(), "neither name nor function"),
         (RewardConfig(name="numbers"), "numeric"),
         (RewardConfig(name="format"), "needs a value for pattern"),
-        (RewardConfig(name="format", pattern="(a"), "no regular expression"),
+        (RewardConfig(name="format", pattern="(a"), "not a regular expression"),
         (RewardConfig(name="numeric", weight=float("nan")), "finite"),
         (RewardConfig(name="numeric", timeout_seconds=0.0), "timeout_seconds"),
         (RewardConfig(function="no_colon"), "file.py:function or module:function"),
@@ -63,7 +63,7 @@ def test_dry_run_finds_data_that_does_not_fit_the_reward():
 @pytest.mark.slow
 def test_the_worker_needs_neither_torch_nor_transformers():
     modules = {reward.function.partition(":")[0] for reward in BUILT_IN_REWARDS.values()}
-    imports = f"import sys, covey.llm.rewards.worker, {', '.join(sorted(modules))}"
+    imports = f"import sys, covey.runtime.worker.child, {', '.join(sorted(modules))}"
     code = f"{imports}; print({{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
@@ -119,14 +119,14 @@ def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function)
 
 @pytest.mark.parametrize("name", BUILT_IN_REWARDS)
 def test_every_entry_is_a_function_that_takes_its_options(name):
-    entry = BUILT_IN_REWARDS[name]
+    entry, reward = BUILT_IN_REWARDS[name], RewardConfig(name=name)
+    options = {field.name for field in fields(reward) if name in field.metadata["used_by"]}
     parameters = inspect.signature(load_function(entry.function)).parameters
-    assert set(entry.arguments) <= set(parameters)
-    assert set(entry.required) <= set(entry.options)
-    assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
-    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
+    assert set(entry.required) <= options
+    assert {option for option in parameters if option in FIELDS} == set(reward.arguments) <= options
+    assert ("workers" in options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
     if entry.shortcut:
-        assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
+        assert set(reward.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step
     file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
     assert file.stem in (name, f"{name}_process"), "the file has the reward's name"
@@ -136,11 +136,11 @@ def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
     own = {"function": f"{tmp_path}/mine.py:mine"}
     for options, message in [
-        ({"name": "numeric", "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({"name": "countdown", "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({**own, "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({**own, "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({"name": "numeric", "per_step": True}, "name a function of your own, or step_numbers"),
+        ({"name": "numeric", "pattern": "a"}, "pattern is set, but not used with numeric: remove it, or choose format"),
+        ({"name": "countdown", "answer_column": "gold"}, "answer_column is set, but not used with countdown"),
+        ({**own, "pattern": "a"}, "pattern is set, but not used with function: remove it, or choose format"),
+        ({**own, "answer_column": "gold"}, "or choose numeric, digits, exact, math or step_numbers"),
+        ({"name": "numeric", "per_step": True}, "or choose function, model or step_numbers"),
     ]:
         with pytest.raises(ConfigError, match=message):
             build_grader([RewardConfig(**options)], ())
@@ -152,7 +152,9 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a built-in reward")[2].partition("\n## ")[0]
     file, line = re.findall(r"```python\n(.*?)```", section, re.S)
     name = re.search(r"`llm/rewards/(\w+)\.py`", section)[1]
-    package = shutil.copytree(PACKAGE, tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__"))
+    package = shutil.copytree(
+        PACKAGES["covey"] / "covey", tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (package / "llm" / "rewards" / f"{name}.py").write_text(file)
     table = package / "config" / "builtin_rewards.py"
     before, opening, after = table.read_text().partition("BUILT_IN_REWARDS: dict[str, BuiltInReward] = {\n")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, SamplingConfig
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.llm.grader import build_grader
 from covey.llm.rewards.length import length_penalty
 from covey.llm.rewards.overlong import overlong

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, validate_rewards
+from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, rewards
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.math import math_equal
 from helpers.graded import group, start
@@ -98,7 +98,7 @@ def test_no_process_is_started_for_plain_numbers():
     (graded,) = one.grade([group(start(answer="1/2"), "0.5", "\\boxed{\\frac{1}{2}}", "3", "The answer is 0.5.")])
     assert [rollout.reward for rollout in graded.rollouts] == [1, 1, 0, 1]
     pool = one.rewards[0].caller._pool
-    assert [process._worker for process in pool._processes] == [None, None]
+    assert [worker.child for worker in pool._workers] == [None, None]
     one.close()
 
 
@@ -121,22 +121,22 @@ def test_the_worker_has_its_memory_limited(tmp_path):
         "def greedy(completions):\n"
         "    return [float(len(bytearray(1 << 31)))]\n"
     )
-    from covey.llm.rewards.reward_call import RewardCallError
-    from covey.llm.rewards.reward_process import RewardProcess
+    from covey.llm.rewards.runner import RewardPool
+    from covey.runtime.worker.process import CallError
 
     arguments = {"completions": [""]}
-    one = RewardProcess(f"{file}:limits", memory_mib=1024)
+    one = RewardPool(f"{file}:limits", memory_mib=1024)
     assert json.loads(json.dumps(one.call(arguments, 0, 60).extras["limits"])) == [[1 << 30, 0, 0]]
     one.close()
-    two = RewardProcess(f"{file}:greedy", memory_mib=1024)
-    with pytest.raises(RewardCallError, match="MemoryError"):
+    two = RewardPool(f"{file}:greedy", memory_mib=1024)
+    with pytest.raises(CallError, match="MemoryError"):
         two.call(arguments, 0, 60)
     two.close()
     assert BUILT_IN_REWARDS["math"].memory_mib > 0
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
-    monkeypatch.setattr(validate_rewards, "find_spec", lambda name: None)
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     config = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="math"),))
     with pytest.raises(ConfigError, match=r'number 1: the math reward needs a package.*pip install "covey\[math\]"'):
         validate(config)

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from covey.llm.rewards.one_by_one import OneByOne
-from covey.llm.rewards.pool import RewardPool
-from covey.llm.rewards.reward_call import InvalidRewardOutput, RewardCallError
+from covey.llm.rewards.runner import OneByOne, RewardPool
+from covey.runtime.worker.child import InvalidResult
+from covey.runtime.worker.process import CallError
 
 FUNCTIONS = """
 import os, signal, threading, time
@@ -104,7 +104,7 @@ def test_after_too_many_faults_the_rest_is_not_tried(file):
 
 def test_an_invalid_result_and_a_missing_function_are_errors(file):
     pool = one_by_one(f"{file}:mixed", 2)
-    with pytest.raises(InvalidRewardOutput, match="returned str 'a text' where a number"):
+    with pytest.raises(InvalidResult, match="returned str 'a text' where a number"):
         call(pool, ["1", "wrong"])
     pool.close()
     absent = one_by_one(f"{file}:absent", 2)
@@ -137,5 +137,5 @@ def test_the_shortcut_comes_first(file):
     def fails(completions, **columns):
         raise ValueError("no column")
 
-    with pytest.raises(RewardCallError, match="ValueError: no column"):
+    with pytest.raises(CallError, match="ValueError: no column"):
         call(one_by_one(f"{file}:mixed", 2, fails), ["1"])

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from covey.config import ConfigError, LossConfig, ProcessConfig, RewardConfig, RunConfig, RunningTotalConfig
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
@@ -471,11 +471,11 @@ def test_what_goes_together_is_accepted(path):
     [
         ({"rewards": ()}, "loss.credit is 'process', but no reward is paid by step: add"),
         ({"rewards": (RewardConfig(name="numeric"),)}, "no reward is paid by step"),
-        ({"algorithm": "ppo"}, "ppo already credits every token with what was earned from it on"),
-        ({"algorithm": "reinforce_pp"}, "reinforce_pp already credits every token"),
+        ({"algorithm": "ppo"}, "loss.credit is set, but not used with ppo"),
+        ({"algorithm": "reinforce_pp"}, "loss.credit is set, but not used with reinforce_pp"),
         (
             {"rewards": (RewardConfig(name="numeric", per_step=True),)},
-            "numeric pays whole completions: name a function",
+            "per_step is set, but not used with numeric",
         ),
         (
             {"process": ProcessConfig(boundary="lines")},

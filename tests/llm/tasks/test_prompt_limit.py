@@ -182,6 +182,22 @@ def test_held_out_prompts_of_a_task_are_refused_or_left_out():
         limit(drop=True).taken(starts[1:2], notes.append)
 
 
+def test_prompts_of_a_generated_task_are_tried_once_and_left_out_prompts_of_a_step_are_shown(model, tmp_path, capsys):
+    class Long(Growing):
+        def draw(self, seed, step, count, *, first=0, before=None):
+            return [Start(first + i, LONG if i else "a", {}) for i in range(count)]
+
+        def held_out(self, count):
+            return [Start(0, "a"), Start(1, LONG)]
+
+    asked = replace(config("", model, policy="drop"), task=None, steps=1, run_dir=str(tmp_path / "run"))
+    run(asked, task=Long(), rewards=[lambda completions, **columns: [0.0 for _ in completions]])
+    said = capsys.readouterr()
+    said = said.out + said.err
+    assert said.count("1 of 2 held-out prompts are too long for the model: left out") == 1
+    assert said.count("step 1: left out a prompt that the model cannot take") == 3
+
+
 @pytest.mark.slow
 def test_a_run_from_python_goes_on_after_a_prompt_that_is_too_long(tmp_path, model):
     asked = RunConfig(

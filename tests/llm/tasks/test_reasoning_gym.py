@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
 from covey.config.recipe import read_recipe
-from covey.config.validate import check_task
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.rewards.reasoning_gym_process import is_plain_expression
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks import ReasoningGym, reasoning_gym
 from covey.llm.tasks.reasoning_gym import PROCESS
 
@@ -39,9 +38,9 @@ EVALUATING = [
 @pytest.fixture(scope="module", autouse=True)
 def _tasks_share_a_process() -> Iterator[None]:
     """One process generates the problems of all tasks, because importing the package takes a second."""
-    process = RewardProcess(f"{PROCESS}:generate")
+    process = RewardPool(f"{PROCESS}:generate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reasoning_gym, "RewardProcess", lambda *_: SimpleNamespace(call=process.call, close=lambda: None))
+        patch.setattr(reasoning_gym, "RewardPool", lambda *_: SimpleNamespace(call=process.call, close=lambda: None))
         yield
     process.close()
 
@@ -163,7 +162,7 @@ def test_metadata_that_json_would_change_is_scored_as_in_the_package(grader: Rew
 
 def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """This data set iterates over sets of strings."""
-    monkeypatch.setattr(reasoning_gym, "RewardProcess", RewardProcess)  # one for each task
+    monkeypatch.setattr(reasoning_gym, "RewardPool", RewardPool)  # one for each task
     draws = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
@@ -174,7 +173,7 @@ def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.M
 def test_every_data_set_gives_problems_whose_answers_score_as_in_the_package(grader: RewardGrader) -> None:
     from reasoning_gym.factory import DATASETS
 
-    process = RewardProcess(f"{PROCESS}:generate")
+    process = RewardPool(f"{PROCESS}:generate")
     for dataset in sorted(DATASETS.keys() - {"composite"}):
         made = process.call({"completions": [7], "source_dataset": dataset, "options": {}}, 0, 120.0).extras
         assert made["error"] == [""]
@@ -257,9 +256,9 @@ def test_a_wrong_field_is_one_line(fields: dict[str, Any], why: str) -> None:
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.config.validate_reasoning_gym.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.tasks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'needs a package: pip install "covey\[reasoning-gym\]"'):
-        check_task(ReasoningGymConfig(source_dataset="leg_counting"))
+        ReasoningGymConfig(source_dataset="leg_counting").check()
 
 
 def test_a_recipe_with_the_task_is_read(tmp_path: Path) -> None:

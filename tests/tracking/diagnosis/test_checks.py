@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from covey.config.recipe import apply_overrides, config_from_dict
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.tracking.diagnosis import CHECKS, Finding, diagnose
 from helpers.diagnosed_runs import merged
 

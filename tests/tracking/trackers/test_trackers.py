@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, ControlConfig, EnvironmentConfig, RunConfig
-from covey.config.validate import validate
+from covey.config.rules import validate
 from covey.data import Group
 from covey.experiment.advice import Launch
 from covey.experiment.job import _trackers

@@ -1,7 +1,8 @@
 """A plugin of vLLM for servers that sample for covey: transports of weights (`engine`) and a guard of all routes.
 
 It runs in vLLM's environment and imports nothing of covey; covey imports neither vLLM nor this package. They meet over
-HTTP: `covey serve --vllm` starts vLLM with the plugin, a run publishes its weights by vLLM's own routes.
+HTTP: `covey serve --vllm` starts vLLM with the plugin, a run publishes its weights by vLLM's own routes. The launcher
+alone runs in covey's environment, so the package is installed in both.
 
 | module       | content                                                                  | imports          |
 |--------------|--------------------------------------------------------------------------|------------------|
@@ -9,6 +10,7 @@ HTTP: `covey serve --vllm` starts vLLM with the plugin, a run publishes its weig
 | `checkpoint` | names, shapes and dtypes that a model's weights must have                | torch            |
 | `transports` | receive and verify weights: a file, or a process group (gloo)            | torch            |
 | `engine`     | vLLM's weight-transfer engine `covey`                                    | vLLM             |
+| `launcher`   | `covey serve --vllm`, found by an entry point: starts vLLM and probes it | covey            |
 """
 
 from covey_vllm.guard import Guard

@@ -1,4 +1,4 @@
-"""Base of adapters: environments that stand for one of another library (`environments/`).
+"""Base of adapters: environments that stand for one of another library (`extras/covey_environments`).
 
 An adapter gets whole turns of the model, with their calls of tools, because its library decides which tools there are,
 and when a conversation is over. This file imports the standard library only, as the process of an environment does.
@@ -71,10 +71,13 @@ class Adapter(ABC):
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as chat templates show it; `parameters` is the JSON Schema of its arguments."""
-    properties = {key: _plain(schema) for key, schema in dict(parameters.get("properties") or {}).items()}
-    required = [key for key in parameters.get("required") or () if key in properties]
-    schema = {"type": "object", "properties": properties, "required": required}
+    schema = {"type": "object", **_object(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {key: _plain(entry) for key, entry in dict(schema.get("properties") or {}).items()}
+    return {"properties": properties, "required": [key for key in schema.get("required") or () if key in properties]}
 
 
 def _plain(schema: Any) -> dict[str, Any]:
@@ -90,4 +93,6 @@ def _plain(schema: Any) -> dict[str, Any]:
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), Mapping):
             plain[key] = _plain(schema[key])
+    if isinstance(schema.get("properties"), Mapping):
+        plain |= _object(schema)
     return plain

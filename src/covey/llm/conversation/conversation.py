@@ -10,12 +10,13 @@ from typing import Any
 from covey.config import ConfigError
 from covey.data import EndReason, Rollout
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.processes import Reply, Session
 from covey.llm.conversation.styles import Answer, Style
-from covey.llm.conversation.workers import EnvironmentFailed, Reply, Session
 from covey.llm.generation.generator import Completion
 from covey.llm.generation.turns import Continuation
 from covey.llm.model.chat import Message
-from covey.llm.rewards.reward_call import one_line
+from covey.runtime.worker.child import one_line
+from covey.runtime.worker.process import CallError
 
 FAILED = "its environment failed: "
 
@@ -59,7 +60,7 @@ class Conversation:
         """Set the prompt, after which the first observation follows."""
         try:
             self.observation = reset.result()["text"] or ""
-        except EnvironmentFailed as error:
+        except CallError as error:
             self.failure = f"{FAILED}{error}"
         self.prompt = first_messages(prompt, self.observation)
 
@@ -103,7 +104,7 @@ class Conversation:
         """Take the environment's attributes, and its own reward if it is paid at the end."""
         try:
             reply = end.result()
-        except EnvironmentFailed as error:
+        except CallError as error:
             self.failure = self.failure or f"{FAILED}{error}"
             return
         self._attributes = reply["attributes"]

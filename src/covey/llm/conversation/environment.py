@@ -8,26 +8,68 @@ Both styles may have `reset(**columns)`, called once with the columns of the dat
 which follows the prompt, or None. The `reward` attribute of an environment with tools is its reward at the end.
 `close()` is called after a conversation that did not fail.
 
-This file imports the standard library only, so that the process of an environment starts in milliseconds.
+The functions below `begin` run in the process of environments (`covey.runtime.worker`). The file of the environment is
+imported once, or a class of a Python program read, and an adapter is prepared, before the process forks for every
+conversation, so that no conversation sees what another one changed. Global random generators are seeded before each
+conversation, so that an environment that uses them is repeatable.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
 import json
 import math
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from covey.llm.conversation.adapter import Adapter, WrongEnvironment
-from covey.llm.rewards.reward_call import one_line, shown
+from covey.runtime.worker.child import Answer, InvalidResult, load_function, one_line, shown
 
 LONGEST_ATTRIBUTE = 1 << 16  # characters of an attribute in JSON that rewards can read
 MOST_ATTRIBUTES = 100
 _NOT_CALLED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_TOOLS = frozenset({"reset", "step", "close"})  # public methods that the run calls, and the model does not
+
+
+def begin(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], Answer]]:
+    """The service of a worker: the style of the environment, and what makes one from a seed."""
+    kind: Any
+    tools = None
+    if setup["copied"]:
+        kind, tools = pickle.loads(base64.b64decode(setup["copied"]))  # of the run itself
+    else:
+        kind = load_function(setup["load"])
+    options = setup["options"]
+    try:
+        check_options(kind, options)
+        style = style_of(kind) if isinstance(kind, type) else ""
+        if style == "respond":
+            kind.prepare(**options)  # an adapter has it
+    except WrongEnvironment as error:
+        raise InvalidResult(str(error)) from None
+
+    def make(seed: int) -> Answer:
+        _seed(seed)
+        return HostedEnvironment(partial(kind, **options), setup["reply_characters"], tools).answer
+
+    return {"style": style}, make
+
+
+def _seed(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, if they are loaded."""
+    random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    if torch is not None:
+        torch.manual_seed(seed % 2**63)
 
 
 def style_of(kind: Any) -> str:
@@ -114,16 +156,14 @@ class HostedEnvironment:
     {'attributes': {'secret': 7, 'guesses': 1}, 'reward': None}
     """
 
-    def __init__(
-        self, kind: Callable[[], Any], reply_characters: int, schemas: list[dict[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, kind: Callable[[], Any], reply_characters: int, tools: list[Any] | None = None) -> None:
         """
         Args:
             kind: the class, or a function that makes an environment.
             reply_characters: the longest reply, of which the rest is left out.
-            schemas: of its tools, if they are known.
+            tools: those of `covey.llm.conversation.tools.describe_tools`, if they are known.
         """
-        self._kind, self._limit, self._schemas = kind, reply_characters, schemas
+        self._kind, self._limit, self._tools = kind, reply_characters, tools
         self._environment: Any = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,10 +203,12 @@ class HostedEnvironment:
         style = style_of(self._environment)
         if style == "respond":
             return {"style": style, "tools": self._environment.tool_schemas()}
-        if style == "step" or self._schemas is not None:
-            return {"style": style, "tools": self._schemas or []}
-        tools = importlib.import_module("covey.llm.conversation.tools")
-        return {"style": style, "tools": [tool.schema for tool in tools.describe_tools(self._environment)]}
+        if style == "step":
+            return {"style": style, "tools": []}
+        if self._tools is None:
+            tools = importlib.import_module("covey.llm.conversation.tools")
+            self._tools = tools.describe_tools(self._environment)
+        return {"style": style, "tools": [tool.schema for tool in self._tools]}
 
     def _reset(self, columns: Mapping[str, Any]) -> str | None:
         reset = getattr(self._environment, "reset", None)
@@ -213,7 +255,7 @@ class HostedEnvironment:
         tools = importlib.import_module("covey.llm.conversation.tools")
         calls = importlib.import_module("covey.llm.conversation.tool_calls")
         checked = calls.ToolCall(call["name"], call["arguments"])  # the run has checked it
-        return self._text(tools.run_tool(self._environment, checked), call["name"])
+        return self._text(tools.run_tool(self._environment, checked, self._tools), call["name"])
 
     def _text(self, value: Any, method: str) -> str:
         """A reply without lone surrogates, cut at the limit."""

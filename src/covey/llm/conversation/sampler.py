@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from covey.data import Group, Start
 from covey.llm.conversation.conversation import Conversation, Limits, first_messages
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.workers import Environments, Reply
+from covey.llm.conversation.processes import Environments, Reply
 from covey.llm.data.rows import stable_hash
 from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
 from covey.llm.model.chat import Message

@@ -14,7 +14,8 @@ from typing import Any
 from covey.config import ConfigError
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.tool_calls import ToolCall, find_format, given_calls, read_calls, write_calls
-from covey.llm.conversation.tools import Tool, ToolError, check_call, schema_of
+from covey.llm.conversation.tool_types import schema_of
+from covey.llm.conversation.tools import Tool, ToolError, check_call
 from covey.llm.model.chat import MARKER, Chat, Message
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of messages with the text of the thinking
@@ -172,5 +173,13 @@ def _type_of(schema: Any) -> str:
         return " or ".join(json.dumps(option, ensure_ascii=False) for option in schema["enum"])
     if "anyOf" in schema:
         return " or ".join(map(_type_of, schema["anyOf"]))
+    if "properties" in schema:
+        needed = schema.get("required") or ()
+        fields = [(name if name in needed else f"{name}?", entry) for name, entry in schema["properties"].items()]
+        return f"{{{', '.join(f'{name}: {_type_of(entry)}' for name, entry in fields)}}}"
+    entries = [schema.get("items"), schema.get("additionalProperties"), *schema.get("prefixItems", ())]
+    texts = [_type_of(entry) for entry in entries if entry]
+    if any("{" in text for text in texts):  # others are short, because a small model reads them
+        return f"{schema['type']} of {', '.join(texts)}"
     kind = schema.get("type") or "any"
     return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)

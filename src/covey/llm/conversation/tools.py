@@ -20,15 +20,17 @@ Only `describe_tools` imports transformers, so that the process of an environmen
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_type_hints
 
 from covey.config import ConfigError
 from covey.llm.conversation.environment import NO_TOOLS
 from covey.llm.conversation.tool_calls import RawText, ToolCall
+from covey.llm.conversation.tool_types import hint_schema, mismatch, read_as, shown_name, typed
 
 ERROR = "Error: "  # begins every message about a mistake of the model
 
@@ -43,6 +45,7 @@ class Tool:
 
     name: str
     schema: dict[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}
+    hints: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of its arguments
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def describe_tools(environment: object) -> list[Tool]:
     """The tools of an environment or of its class, in the order of their definition.
 
     Every public method is a tool, except `reset`, `step` and `close`. It needs a type hint for every argument and a
-    docstring with a section "Args:" that describes every argument. transformers' `get_json_schema` makes the schema.
+    docstring with a section "Args:" that describes every argument, which transformers' `get_json_schema` reads.
 
     Raises:
         ConfigError: if a method cannot be described; one line with its name.
@@ -76,17 +79,32 @@ def describe_tools(environment: object) -> list[Tool]:
         ):
             raise ConfigError(f"{where} takes *args, **kwargs or positional-only arguments: name every argument")
         try:
-            schema = get_json_schema(method)
+            hints = get_type_hints(method)
+            schema = get_json_schema(_with_any_arguments(method, hints))
+            properties = schema["function"]["parameters"]["properties"]
+            for argument in properties:
+                properties[argument] = hint_schema(hints[argument]) | properties[argument]
             json.dumps(schema)
         except Exception as error:  # of a hint that cannot be resolved, too
-            reason = " ".join(str(error).split())[:160].rstrip(".!")
+            reason = " ".join(str(error).split()).rstrip(".!")
             raise ConfigError(
                 f"{where} cannot be described to a model ({reason}): give every argument a type hint and a line in the "
                 'section "Args:" of the docstring, or begin the name with an underscore if it is no tool'
             ) from None
         schema["function"]["name"] = name
-        tools.append(Tool(name, schema))
+        tools.append(Tool(name, schema, hints))
     return tools
+
+
+def _with_any_arguments(method: Any, hints: Mapping[str, Any]) -> Any:
+    """A function with the signature and the docstring of a method, whose arguments have any type."""
+
+    @functools.wraps(method)
+    def described() -> None: ...
+
+    described.__annotations__ = {name: hint if name == "return" else Any for name, hint in hints.items()}
+    described.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return described
 
 
 def _public_methods(kind: type) -> dict[str, Any]:
@@ -113,27 +131,33 @@ def check_call(tools: Sequence[Tool], call: ToolCall) -> ToolCall:
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         names = ", ".join(tool.name for tool in tools) or "none"
-        raise ToolError(f"there is no tool {_shown(call.name)}; the tools are: {names}")
+        raise ToolError(f"there is no tool {shown_name(call.name)}; the tools are: {names}")
     properties = tool.properties
     arguments = {}
     for name, value in call.arguments.items():
         if name not in properties:
             names = ", ".join(properties) or "none"
-            raise ToolError(f"{tool.name} has no argument {_shown(name)}; its arguments are: {names}")
-        arguments[name] = _converted(value, properties[name]) if isinstance(value, RawText) else value
-        wrong = _mismatch(arguments[name], properties[name])
+            raise ToolError(f"{tool.name} has no argument {shown_name(name)}; its arguments are: {names}")
+        arguments[name] = read_as(value, properties[name]) if isinstance(value, RawText) else value
+        wrong = mismatch(arguments[name], properties[name])
         if wrong:
-            raise ToolError(f"the argument {_shown(name)} of {tool.name} {wrong}")
+            raise ToolError(f"the argument {shown_name(name)} of {tool.name} {wrong}")
     missing = [name for name in tool.schema["function"]["parameters"].get("required", ()) if name not in arguments]
     if missing:
-        raise ToolError(f"{tool.name} needs the argument {_shown(missing[0])}")
+        raise ToolError(f"{tool.name} needs the argument {shown_name(missing[0])}")
     return replace(call, arguments=arguments)
 
 
-def run_tool(environment: object, call: ToolCall) -> str:
-    """Call the method of a checked call; its result as text, or the message of a ToolError that it raises."""
+def run_tool(environment: object, call: ToolCall, tools: Sequence[Tool] | None = None) -> str:
+    """Call the method of a checked call; its result as text, or the message of a ToolError that it raises.
+
+    Args:
+        tools: of the environment, if they are known; otherwise the type hints of the method are resolved again.
+    """
+    method = getattr(environment, call.name)
+    hints = next((tool.hints for tool in tools or () if tool.name == call.name), None) or get_type_hints(method)
     try:
-        return text_of(getattr(environment, call.name)(**call.arguments))
+        return text_of(method(**{name: typed(value, hints[name]) for name, value in call.arguments.items()}))
     except ToolError as error:
         return f"{ERROR}{error}"
 
@@ -148,7 +172,8 @@ def call_tool(environment: object, call: ToolCall, tools: Sequence[Tool] | None 
         tools: of the environment, if they are known; otherwise they are described again.
     """
     try:
-        return run_tool(environment, check_call(describe_tools(environment) if tools is None else tools, call))
+        tools = describe_tools(environment) if tools is None else tools
+        return run_tool(environment, check_call(tools, call), tools)
     except ToolError as error:
         return f"{ERROR}{error}"
 
@@ -161,83 +186,3 @@ def text_of(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(result)
-
-
-def _shown(name: str) -> str:
-    """A name that the model made up, short and in one line."""
-    return repr(name if len(name) <= 60 else name[:57] + "...")
-
-
-_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # as templates write them
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "string": ("a string", (str,)),
-    "integer": ("an integer", (int,)),
-    "number": ("a number", (int, float)),
-    "boolean": ("true or false", (bool,)),
-    "array": ("a list", (list,)),
-    "object": ("an object", (dict,)),
-    "null": ("null", (type(None),)),
-}
-
-
-def _is_of(value: Any, kind: str) -> bool:
-    return isinstance(value, _TYPES[kind][1]) and (kind == "boolean" or not isinstance(value, bool))
-
-
-def schema_of(value: Any) -> dict[str, Any]:
-    """The JSON schema with the type of a value."""
-    return {"type": next(kind for kind in _TYPES if _is_of(value, kind))}
-
-
-def _kinds(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema allows; empty for any. A type that JSON schemas do not have allows any value."""
-    given = schema.get("type") or []
-    kinds = given if isinstance(given, list) else [given]
-    if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
-        return []
-    return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
-
-
-def _mismatch(value: Any, schema: dict[str, Any]) -> str:
-    """How a value differs from its schema, as the end of a sentence; empty if it does not.
-
-    Knows the keys that `get_json_schema` writes, and the properties of objects; other keys allow any value.
-    """
-    if not isinstance(schema, dict):
-        return ""
-    if value is None and schema.get("nullable"):
-        return ""
-    if "anyOf" in schema:
-        each = [_mismatch(value, option) for option in schema["anyOf"]]
-        return "" if "" in each else " or ".join(dict.fromkeys(each))
-    kinds = _kinds(schema)
-    if kinds and not any(_is_of(value, kind) for kind in kinds):
-        is_now = next(text for kind, (text, _) in _TYPES.items() if _is_of(value, kind))
-        return f"must be {' or '.join(_TYPES[kind][0] for kind in kinds)}, and is {is_now}"
-    if "enum" in schema and not any(type(value) is type(option) and value == option for option in schema["enum"]):
-        return f"must be one of {', '.join(json.dumps(option, ensure_ascii=False) for option in schema['enum'])}"
-    parts: list[tuple[str, Any, dict[str, Any]]] = []  # place of an entry, the entry, its schema
-    if isinstance(value, list):
-        fixed = schema.get("prefixItems")
-        if fixed is not None and len(value) != len(fixed):
-            return f"must have {len(fixed)} entries, and has {len(value)}"
-        schemas = fixed if fixed is not None else [schema.get("items", {})] * len(value)
-        parts = [(f"entry {place + 1}", *both) for place, both in enumerate(zip(value, schemas, strict=True))]
-    elif isinstance(value, dict):
-        known, others = schema.get("properties") or {}, schema.get("additionalProperties", {})
-        parts = [(f"entry {_shown(key)}", entry, known.get(key, others)) for key, entry in value.items()]
-    for where, entry, entry_schema in parts:
-        if wrong := _mismatch(entry, entry_schema):
-            return f"has an {where} that {wrong}"
-    return ""
-
-
-def _converted(text: RawText, schema: dict[str, Any]) -> Any:
-    """A text of a format without types as the type of its schema, if it can be read so; otherwise the text."""
-    if not _mismatch(str(text), schema):
-        return str(text)
-    plain = text.strip()
-    try:
-        return _PYTHON_CONSTANTS[plain] if plain in _PYTHON_CONSTANTS else json.loads(plain)
-    except (ValueError, RecursionError):
-        return str(text)

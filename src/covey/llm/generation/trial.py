@@ -18,7 +18,7 @@ from covey.data import Batch
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.model.architecture import exact_length, is_llama_like, longest_row, vocabulary_of, windows_of
-from covey.llm.model.hidden_states import hidden_states_for_actions, row_lengths, row_tokens
+from covey.llm.model.logprobs import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
 

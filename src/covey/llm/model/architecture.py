@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.model.adapted_layers import is_adapted
+from covey.llm.model.lora import is_adapted
 
 # Layers of RMSNorm, attention with rotary embedding, RMSNorm, SwiGLU, without scaling or capping.
 FAMILIES = ("llama", "qwen2", "qwen3")

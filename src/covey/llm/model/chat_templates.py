@@ -7,16 +7,11 @@ is provably finite, like most templates, which iterate over the messages and joi
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import selectors
 import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +20,15 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from covey.runtime.worker.child import InvalidResult, Message, limit_resources
+from covey.runtime.worker.process import CallError, Worker
+
 CPU_SECONDS = 3.0  # for one prompt, which usually takes a millisecond
 WALL_SECONDS = 60.0  # long, for a machine with other load
 START_SECONDS = 120.0  # for the process to import transformers
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 1 << 24  # of a rendered prompt
+TOO_MUCH = f"does not end within {CPU_SECONDS:g} s of processor time, or needs more than {MEMORY_BYTES >> 30} GiB"
 
 FINITE_NODES = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem,
@@ -40,7 +39,7 @@ FINITE_FILTERS = {"trim", "length", "upper", "lower", "first", "last", "string",
 MOST_LOOPS = 2  # nested loops: messages, and the parts of a message
 
 
-class TemplateFailed(Exception):
+class TemplateFailed(InvalidResult):
     """A chat template cannot be rendered; one line with the reason."""
 
 
@@ -74,13 +73,22 @@ def render(
     }
     if not isinstance(template, str):
         raise TemplateFailed("is no text")
-    if not is_finite(template):
-        return _worker().render(request)
-    return _text_of(reply_to(request))
+    if is_finite(template):
+        return _text(request)
+    try:
+        request = json.loads(json.dumps(request, default=str))
+        text: str = _worker(os.getpid()).call(request, WALL_SECONDS)["text"]
+        return text
+    except InvalidResult as error:
+        raise TemplateFailed(str(error)) from None
+    except CallError:
+        raise TemplateFailed(TOO_MUCH) from None
+    except OSError as error:
+        raise TemplateFailed(f"has no process to be rendered in ({error.strerror})") from error
 
 
-def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
-    """The text for a request of `render`, or the reason why there is none."""
+def _text(request: Mapping[str, Any]) -> str:
+    """The text for a request of `render`. Raises TemplateFailed."""
     try:
         rendered: Any = render_jinja_template(
             conversations=[request["messages"]],
@@ -91,32 +99,24 @@ def reply_to(request: Mapping[str, Any]) -> dict[str, str]:
         )
         text = str(rendered[0][0])
     except TemplateSyntaxError as error:
-        return {"failed": f"does not parse: line {error.lineno}: {error.message}"}
+        reason = f"does not parse: line {error.lineno}: {error.message}"
     except MemoryError:
-        return {"failed": _too_much()}
+        reason = TOO_MUCH
     except RecursionError:
-        return {"failed": "calls itself without end"}
+        reason = "calls itself without end"
     except SecurityError as error:
-        return {"failed": f"touches what it may not: {error.message}"}
+        reason = f"touches what it may not: {error.message}"
     except UndefinedError as error:
-        return {"failed": f"asks for what there is not: {error.message}"}
+        reason = f"asks for what there is not: {error.message}"
     except TemplateError as error:
-        return {"failed": f"refuses the messages: {error.message}"}
+        reason = f"refuses the messages: {error.message}"
     except Exception as error:  # a template is a program and can raise anything
-        return {"failed": f"fails: {type(error).__name__}: {error}"}
-    if len(text) > MOST_CHARACTERS:
-        return {"failed": f"makes {len(text):,} characters of a prompt"}
-    return {"text": text}
-
-
-def _text_of(reply: Mapping[str, str]) -> str:
-    if "failed" in reply:
-        raise TemplateFailed(" ".join(reply["failed"].split())[:400])
-    return reply["text"]
-
-
-def _too_much() -> str:
-    return f"does not end within {CPU_SECONDS:g} s of processor time, or needs more than {MEMORY_BYTES >> 30} GiB"
+        reason = f"fails: {type(error).__name__}: {error}"
+    else:
+        if len(text) <= MOST_CHARACTERS:
+            return text
+        reason = f"makes {len(text):,} characters of a prompt"
+    raise TemplateFailed(" ".join(reason.split())[:400])
 
 
 @lru_cache(maxsize=64)
@@ -172,121 +172,25 @@ def _loops(node: nodes.Node) -> int:
     return inside + isinstance(node, nodes.For)
 
 
-class TemplateProcess:
-    """Renders in a child process, one request at a time. A child that fails is killed; the next request starts another.
-
-    The child ends with this process, because its input then ends.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-
-    def render(self, request: Mapping[str, Any]) -> str:
-        """Render one prompt.
-
-        Raises:
-            TemplateFailed: if the template cannot be rendered.
-        """
-        line = json.dumps(request, default=str).encode() + b"\n"
-        with self._lock:
-            if self._owner != os.getpid():  # in a forked process: the child and its replies belong to the parent
-                self._process, self._owner = None, os.getpid()
-            try:
-                if self._process is None:
-                    self._process = _start()
-                    self._exchange(b"{}\n", START_SECONDS)
-                return _text_of(self._exchange(line, WALL_SECONDS))
-            except (TimeoutError, EOFError, BrokenPipeError):
-                self.close()
-                raise TemplateFailed(_too_much()) from None
-            except OSError as error:
-                raise TemplateFailed(f"has no process to be rendered in ({error.strerror})") from error
-            except TemplateFailed:
-                raise
-            except BaseException:  # such as Ctrl-C: a late reply must not be read as the next one
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """Kill the child."""
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
-        """Send a request and wait for its reply; both directions under one deadline."""
-        assert self._process is not None
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        deadline, to_write, reply = time.monotonic() + seconds, memoryview(line), bytearray()
-        os.set_blocking(stdin.fileno(), False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdin, selectors.EVENT_WRITE)
-            selector.register(stdout, selectors.EVENT_READ)
-            while not reply.endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                for key, _ in selector.select(left):
-                    if key.fileobj is stdin:
-                        to_write = to_write[os.write(stdin.fileno(), to_write) :]
-                        if not to_write:
-                            selector.unregister(stdin)
-                    else:
-                        read = os.read(stdout.fileno(), 1 << 16)
-                        if not read:
-                            raise EOFError
-                        reply += read
-        answer: dict[str, str] = json.loads(reply)
-        return answer
+# ---- the process ----
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # -P, so that no file of the working directory is imported by accident; its own session, so that it does not
-    # receive the terminal's Ctrl-C.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "covey.llm.model.chat_templates"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
-
-
-@lru_cache(maxsize=1)
-def _worker() -> TemplateProcess:
-    """The single child of this process."""
-    worker = TemplateProcess()
-    atexit.register(worker.close)
-    return worker
-
-
-def main() -> None:
-    """Main function of the child: reply to every request, one line of JSON each."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+def begin(setup: Message) -> tuple[Message, Callable[[Message], Message]]:
+    """The service of a worker, which limits its memory."""
     used = _virtual_bytes()
     if used:
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    for line in requests:
-        request = json.loads(line)
-        # The default action ends the process even during a call of C. The limit is processor time, which does not
-        # depend on other load of the machine.
-        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
-        reply = json.dumps(reply_to(request) if request else {}).encode() + b"\n"
+        limit_resources(AS=used + MEMORY_BYTES, CORE=0)
+    return {}, _answer
+
+
+def _answer(request: Message) -> Message:
+    # The default action ends the process even during a call of C. The limit is processor time, which does not depend on
+    # other load of the machine.
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        return {"text": _text(request)}
+    finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        replies.write(reply)
-        replies.flush()
 
 
 def _virtual_bytes() -> int:
@@ -298,5 +202,7 @@ def _virtual_bytes() -> int:
         return 0
 
 
-if __name__ == "__main__":
-    main()
+@lru_cache(maxsize=1)
+def _worker(process: int) -> Worker:
+    """The single child of this process, by its number: that of a parent answers the parent."""
+    return Worker(sys.modules[__name__], dict, START_SECONDS, repeat=False)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from covey.llm.model.adapted_layers import base_of, factors_of
 from covey.llm.model.architecture import Heads
+from covey.llm.model.lora import base_of, factors_of
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
 

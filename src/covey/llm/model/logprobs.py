@@ -1,18 +1,80 @@
-"""Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory.
+"""Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory;
+the exact KL divergence between two output layers in the same way; the tokens that a minimum length excludes.
 
-Shapes: N decisions, W hidden width, V vocabulary.
+Shapes: B rollouts, T actions, N decisions, W hidden width, V vocabulary, K tokens of a chunk of the vocabulary, E end
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from covey.llm.model.minimum_length import Excluded
+from covey.data import Batch
+from covey.llm.model.lora import with_present_adapter
+from covey.llm.model.prefix_attention import PackedLayout, forward
 from covey.llm.native.bindings import Kernels, KernelSet
+
+EXCLUDED_LOGIT = -1e30  # probability 0, but finite: -infinity times a probability of 0 would be NaN in the entropy
+
+
+@dataclass(frozen=True)
+class MinimumLength:
+    """End tokens are excluded at the first `tokens` decisions of every turn; a completion is one turn."""
+
+    tokens: int = 0  # 0: no minimum
+    end_ids: frozenset[int] = frozenset()
+
+    def early(self, mask_BT: Tensor) -> Tensor | None:
+        """True at the decisions without end tokens; None if there is no minimum.
+
+        A turn is a stretch of decisions: the first column and every decision after an undecided action begin one.
+
+        Args:
+            mask_BT: True at decisions.
+        """
+        if not self.tokens:
+            return None
+        column_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+        undecided_BT = torch.where(mask_BT, -1, column_T).cummax(dim=1).values  # the last one so far
+        return mask_BT & (column_T - undecided_BT <= self.tokens)
+
+    def excluded(self, early_N: Tensor | None) -> Excluded | None:
+        """The end tokens of the decisions where `early_N` is True; None if it is None."""
+        if early_N is None:
+            return None
+        return Excluded(early_N, torch.tensor(sorted(self.end_ids), dtype=torch.int64, device=early_N.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Excluded:
+    """Tokens with probability 0 at some of N decisions."""
+
+    rows_N: Tensor  # bool, True at these decisions
+    ids_E: Tensor  # int64
+
+    def exclude(self, logits: Tensor, decisions: slice, tokens: slice) -> Tensor:
+        """Set the logits of the excluded tokens, in place.
+
+        Args:
+            logits: [decisions, tokens], not yet divided by the temperature.
+            decisions, tokens: the rows and the part of the vocabulary that they are, without a step.
+        """
+        first = tokens.start or 0
+        inside_E = (self.ids_E >= first) & (self.ids_E < first + logits.shape[1])
+        ids_E = self.ids_E[inside_E] - first
+        logit = max(EXCLUDED_LOGIT, torch.finfo(logits.dtype).min)
+        logits[:, ids_E] = logits[:, ids_E].masked_fill(self.rows_N[decisions, None], logit)
+        return logits
+
+
+NO_MINIMUM = MinimumLength()
+
 
 CHUNK = 512  # decisions per chunk of logits: 50 MB in bf16 with a vocabulary of 50,000
 EXACT_BYTES = torch.float32.itemsize  # of a logit after the division by the temperature
@@ -247,3 +309,226 @@ def buffer_bytes(
     probabilities = chunk_size(decisions, vocabulary) * EXACT_BYTES
     for_entropy = 2 * probabilities if has_entropy_bonus else 0  # the slope of the entropy, and its product with p
     return chunk_bytes(decisions, vocabulary, itemsize) + max(probabilities, for_entropy + gradients)
+
+
+def exact_kl(
+    hidden_NW: Tensor,
+    head: Any,
+    reference_hidden_NW: Tensor,
+    reference_head: Any,
+    temperature: float,
+    kernels: KernelSet,
+    excluded: Excluded | None = None,
+) -> Tensor:
+    """Exact KL(pi || reference) at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
+
+    Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are computed in chunks,
+    and recomputed in the backward pass. With z the policy's logits divided by the temperature,
+    dKL / dz_v = pi(v) (log pi(v) - log reference(v) - KL).
+
+    Args:
+        hidden_NW: the policy's last hidden states at the positions that predict the decisions.
+        head: the policy's output layer: a `torch.nn.Linear`, or a module with `weight` and `bias`.
+        reference_hidden_NW: the reference's at the same positions; its width may differ.
+        reference_head: the reference's output layer. No gradient flows into the reference.
+        temperature: sampling temperature.
+        kernels: compute the gradient of the output layer if they support the dtype and device of the hidden states.
+        excluded: tokens with probability 0 under both policies.
+
+    Returns:
+        kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
+    """
+    reference_bias = None if reference_head.bias is None else reference_head.bias.detach()
+    return _ExactKL.apply(
+        hidden_NW, head.weight, head.bias,
+        reference_hidden_NW.detach(), reference_head.weight.detach(), reference_bias, temperature,
+        kernels.of(hidden_NW), excluded,
+    )  # fmt: skip
+
+
+class _ExactKL(torch.autograd.Function):
+    """`exact_kl` with a chunked backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reference_hidden: Tensor,
+        reference_weight: Tensor,
+        reference_bias: Tensor | None,
+        temperature: float,
+        kernels: Kernels | None,
+        excluded: Excluded | None,
+    ) -> Tensor:
+        logits = Logits(hidden, weight, bias, temperature, excluded)
+        others = Logits(reference_hidden, reference_weight, reference_bias, temperature, excluded)
+        kl = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
+        log_total, other_log_total = torch.empty_like(kl), torch.empty_like(kl)
+        for part in logits.by_decision():
+            z, other = logits.divided(part, EVERY), others.divided(part, EVERY)
+            log_total[part], other_log_total[part] = z.logsumexp(dim=1), other.logsumexp(dim=1)
+            gap = other.neg_().add_(z).add_((other_log_total - log_total)[part, None])
+            kl[part] = torch.linalg.vecdot(z.sub_(log_total[part, None]).exp_(), gap)
+        ctx.save_for_backward(
+            hidden, weight, bias, reference_hidden, reference_weight, reference_bias, log_total, other_log_total, kl
+        )
+        ctx.temperature, ctx.kernels, ctx.excluded = temperature, kernels, excluded
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
+        logits = Logits(hidden, weight, bias, ctx.temperature, ctx.excluded)
+        others = Logits(other_hidden, other_weight, other_bias, ctx.temperature, ctx.excluded)
+        gradients = LogitGradients(logits, ctx.kernels, trains_head=ctx.needs_input_grad[1])
+        for part in logits.by_token():
+            z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
+            slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
+            slope *= z.sub_(log_total[:, None]).exp_()
+            slope.mul_(grad_kl[:, None] / ctx.temperature)
+            gradients.add(part, logits.rounded(slope))
+        return *gradients.all(), None, None, None, None, None, None
+
+
+def exact_kl_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
+    """Bytes that the backward pass of `exact_kl` holds if the reference has the policy's dimensions.
+
+    These are two chunks of logits, the gradients of the policy, and the reference's hidden states.
+
+    Args:
+        decisions, hidden, vocabulary: N, W and V.
+        itemsize: bytes of a hidden state and of a weight.
+        trains_head: whether the output layer is trained.
+    """
+    chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize)
+    gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
+    return chunks + gradients + decisions * hidden * itemsize
+
+
+def exact_kl_returned_bytes(
+    decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True
+) -> int:
+    """Bytes of the gradients that the backward pass returns, [V, W] and [N, W]; arguments as in `exact_kl_bytes`.
+
+    They exist until autograd has added the gradients of the other losses.
+    """
+    return ((vocabulary if trains_head else 0) + decisions) * hidden * itemsize
+
+
+@dataclass(frozen=True)
+class ActionHiddenStates:
+    """The hidden state that predicts each decision of a batch.
+
+    Equal decisions of one group after a common prefix have one entry: N distinct decisions for D decisions.
+    """
+
+    hidden_NW: Tensor
+    actions_N: Tensor
+    index_D: Tensor  # index of each decision's entry, 0 to N - 1
+    position_D: Tensor  # position of each decision in the flattened mask_BT
+    batch: Batch
+    early_N: Tensor | None = None  # True at the entries of the decisions that were marked as early; None without marks
+
+    def scatter_to_batch(self, value_N: Tensor) -> Tensor:
+        """value_BT: the value of each decision; 0 at undecided columns."""
+        return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
+
+
+def hidden_states_for_actions(
+    model: nn.Module, batch: Batch, *, packed: bool, early_BT: Tensor | None = None
+) -> ActionHiddenStates:
+    """Forward pass of a decoder without its output layer over a batch.
+
+    Undecided tokens before a row's last decision are fed too, because later decisions attend to them.
+
+    Args:
+        model: a `base_model`.
+        batch: on the device of the model.
+        packed: feed all rows as one row of tokens, with each group's prompt once. Only for models whose attention takes
+            a layout. Otherwise, the rollouts are fed one by one, and recomputed in the backward pass to bound memory.
+        early_BT: marks of decisions (`MinimumLength.early`). Only decisions with equal marks share an entry.
+    """
+    position_D = batch.mask_BT.flatten().nonzero()[:, 0]
+    actions_D = batch.actions_BT.flatten()[position_D]
+    if packed:
+        hidden_LW, source_BT = _packed(model, batch)
+        source_D = source_BT.flatten().to(position_D.device)[position_D]
+        actions = int(batch.actions_BT.max()) + 1
+        key_D, early_D = source_D * actions + actions_D, _marks(early_BT, position_D)
+        if early_D is not None:
+            key_D = 2 * key_D + early_D
+        decided_N, index_D = key_D.unique(return_inverse=True)
+        early_N = None
+        if early_D is not None:
+            decided_N, early_N = decided_N // 2, decided_N % 2 == 1
+        return ActionHiddenStates(
+            hidden_LW[decided_N // actions], decided_N % actions, index_D, position_D, batch, early_N
+        )
+    rows, compute = [], with_present_adapter(model, _row)
+    for row, length in enumerate(row_lengths(batch)):
+        hidden_TW = checkpoint(compute, model, row_tokens(batch, row, length), length, use_reentrant=False)
+        rows.append(hidden_TW[batch.mask_BT[row, :length]])
+    return ActionHiddenStates(
+        torch.cat(rows), actions_D, torch.arange(len(position_D), device=position_D.device), position_D, batch,
+        _marks(early_BT, position_D),
+    )  # fmt: skip
+
+
+def _marks(early_BT: Tensor | None, position_D: Tensor) -> Tensor | None:
+    return None if early_BT is None else early_BT.flatten()[position_D]
+
+
+def kept_bytes(decisions: int, hidden: int, itemsize: int) -> int:
+    """Bytes of `ActionHiddenStates.hidden_NW` for decisions that all differ."""
+    return decisions * hidden * itemsize
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Number of columns up to and including the last decision of each row."""
+    return [int(n) for n in batch.mask_BT.shape[1] - batch.mask_BT.flip(1).int().argmax(dim=1)]
+
+
+def row_tokens(batch: Batch, row: int, length: int) -> Tensor:
+    """tokens_L of one rollout: the prompt and the first `length` actions, decided or not."""
+    prompt = torch.tensor(batch.context[row], device=batch.actions_BT.device)
+    return torch.cat([prompt, batch.actions_BT[row, :length]])
+
+
+def scatter_to_batch(value_D: Tensor, position_D: Tensor, batch: Batch) -> Tensor:
+    """value_BT with the value of each decision at its position in the flattened mask; 0 at undecided columns."""
+    blank = torch.zeros(batch.mask_BT.numel(), dtype=value_D.dtype, device=value_D.device)
+    return blank.index_copy(0, position_D, value_D).view_as(batch.mask_BT)
+
+
+def _packed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """hidden_LW of one packed forward pass, and source_BT, the index of the token that predicts each column.
+
+    The prompt's last token predicts the first column, every other column is predicted by the one before it. The last
+    action of a rollout is not fed.
+    """
+    device, lengths, actions_BT = batch.actions_BT.device, row_lengths(batch), batch.actions_BT.cpu()
+    prompts: list[Any] = []
+    prompt_of_row: list[int] = []
+    previous = -1
+    for row, group in enumerate(batch.group_B.tolist()):
+        if group != previous:
+            prompts.append(batch.context[row])
+            previous = group
+        prompt_of_row.append(len(prompts) - 1)
+    completions = [actions_BT[row, : n - 1] for row, n in enumerate(lengths)]
+    layout = PackedLayout(prompts, completions, prompt_of_row, device)
+    hidden_LW = forward(model, layout.tokens, layout.positions, layout)
+
+    source_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.int64)
+    source_BT[:, 0] = layout.prompt_ends[prompt_of_row]
+    for source_T, token_index in zip(source_BT, layout.token_index, strict=True):
+        source_T[1 : 1 + len(token_index)] = token_index
+    return hidden_LW, source_BT
+
+
+def _row(model: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
+    """hidden_TW at the positions that predict the last `decisions` tokens."""
+    hidden_LW: Tensor = model(input_ids=tokens_L[None, :-1], use_cache=False).last_hidden_state[0]
+    return hidden_LW[-decisions:]

@@ -6,13 +6,16 @@ none, is in use at a time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,11 +26,10 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # peft
 from transformers.pytorch_utils import Conv1D
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.adapter_folder import ADAPTER_WEIGHTS_FILE
 from covey.config.faults import path_error
+from covey.config.files import read_json
+from covey.config.lora import ADAPTER_WEIGHTS_FILE
 from covey.config.model_sources import ADAPTER_CONFIG_FILE
-from covey.llm.model.adapted_layers import adapted_layers, base_of, merged_weight, restored
-from covey.llm.model.base_identity import BASE_FILE, BaseIdentity, check_base, save_base
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights, WholeWeights
 
@@ -339,3 +341,208 @@ def merge_adapter(module: PreTrainedModel) -> None:
         setattr(module.get_submodule(parent), name, base)
     del module.peft_config
     module.requires_grad_(True)
+
+
+P = ParamSpec("P")
+
+MERGED_ROWS = 256  # rows of a weight that are merged with an adapter at a time
+
+
+class Factors(NamedTuple):
+    """The adapter that a layer uses at present."""
+
+    a_RN: Tensor
+    b_MR: Tensor
+    scaling: float
+
+
+def is_adapted(layer: nn.Module) -> bool:
+    """True for a layer of peft around a frozen linear layer."""
+    return hasattr(layer, "base_layer")
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """The adapted layers of a model by path."""
+    return {path: layer for path, layer in module.named_modules() if is_adapted(layer)}
+
+
+def base_of(layer: Any) -> Any:
+    """The layer without its adapter."""
+    return getattr(layer, "base_layer", layer)
+
+
+def factors_of(layer: Any) -> Factors | None:
+    """The adapter that a layer uses at present; None if it has none, or adapters are off."""
+    if not is_adapted(layer) or layer.disable_adapters:
+        return None
+    (name,) = layer.active_adapters
+    return Factors(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Context manager after which a module uses the adapter that it used before."""
+    before = _selection(module)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def with_present_adapter(module: nn.Module, compute: Callable[P, T]) -> Callable[P, T]:
+    """`compute`, which reads the module, with the adapter that the module uses now, at whatever time it is called.
+
+    A backward pass computes parts of a forward pass again, and the module may use another adapter then.
+    """
+    present = _selection(module)
+    if not present:
+        return compute
+
+    def computed(*arguments: P.args, **options: P.kwargs) -> T:
+        with restored(module):
+            _restore(present)
+            return compute(*arguments, **options)
+
+    return computed
+
+
+Selection = list[tuple[Any, Any, bool]]  # a layer, the names of its adapters in use, whether adapters are off
+
+
+def _selection(module: nn.Module) -> Selection:
+    layers = adapted_layers(module).values()
+    return [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+def _restore(selection: Selection) -> None:
+    # peft's own methods set `requires_grad` too, on which optimizers and autograd's graphs rely.
+    for layer, active, off in selection:
+        layer._active_adapter, layer._disable_adapters = active, off
+
+
+def merged_weight(layer: Any, whole: Tensor | None = None) -> Tensor:
+    """W + s B A, computed in fp32 and rounded once; W itself without an adapter. It is [N, M] if W is (GPT-2).
+
+    `whole` is W if the layer has only this rank's rows of it.
+    """
+    weight: Tensor = base_of(layer).weight.detach() if whole is None else whole
+    if factors_of(layer) is None:
+        return weight
+    merged = torch.empty_like(weight)
+    _merge(merged, weight, layer)
+    return merged
+
+
+def joined_weights(*layers: Any) -> Tensor:
+    """The concatenated weights [M, N] of linear layers with the same inputs, merged with their adapters.
+
+    Only tensors of a few MB are allocated beside the result, because copies of whole weights leave holes in the heap. A
+    single weight without an adapter is not copied: that of an output layer may be as large as ten other layers.
+    """
+    weights = [base_of(layer).weight.detach() for layer in layers]
+    if len(layers) == 1 and factors_of(layers[0]) is None:
+        return weights[0]
+    joined = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
+    for part, weight, layer in zip(joined.split([len(weight) for weight in weights]), weights, layers, strict=True):
+        _merge(part, weight, layer)
+    return joined
+
+
+@torch.no_grad()
+def _merge(merged: Tensor, weight: Tensor, layer: Any) -> None:
+    """Write W + s B A to `merged`, MERGED_ROWS rows at a time; W without an adapter."""
+    factors = factors_of(layer)
+    if factors is None:
+        merged.copy_(weight)
+        return
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    a_RN, b_MR = (factor.detach().to(exact) for factor in factors[:2])
+    left, right = (a_RN.T, b_MR.T) if layer.fan_in_fan_out else (b_MR, a_RN)
+    for begin in range(0, len(weight), MERGED_ROWS):
+        rows = slice(begin, begin + MERGED_ROWS)
+        merged[rows] = torch.add(weight[rows].to(exact), left[rows] @ right, alpha=factors.scaling)
+
+
+def merged_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of a model by name, and their names, as they are after its adapter was merged into them. The
+    weights of one layer at a time are computed.
+    """
+    layers = adapted_layers(module)
+    for name, tensor in tensors:
+        path, _, field = name.rpartition(".base_layer.")
+        if path in layers:
+            yield f"{path}.{field}", merged_weight(layers[path], tensor) if field == "weight" else tensor
+        elif not _is_factor(name, layers):
+            yield name, tensor
+
+
+def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model without its adapters, and their names without them."""
+    layers = adapted_layers(module)
+    for name, parameter in module.named_parameters():
+        path, _, field = name.rpartition(".base_layer.")
+        if not _is_factor(name, layers):
+            yield f"{path}.{field}" if path in layers else name, parameter
+
+
+def all_factors(module: nn.Module) -> set[nn.Parameter]:
+    """The matrices A and B of all adapters of a model."""
+    layers = adapted_layers(module)
+    return {parameter for name, parameter in module.named_parameters() if _is_factor(name, layers)}
+
+
+def _is_factor(name: str, layers: Mapping[str, Any]) -> bool:
+    return name.partition(".lora_")[0] in layers
+
+
+BASE_FILE = "base.json"  # beside an adapter's config
+
+
+class BaseIdentity:
+    """The frozen weights of a model, to which its adapters belong."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @cached_property
+    def checksum(self) -> str:
+        """The checksum of the weights, computed once. The first to read it must do so before the ranks divide them."""
+        return checksum_of_base(self.model)
+
+
+def checksum_of_base(module: PreTrainedModel) -> str:
+    """SHA-256 of the names and the weights of a model without its adapters.
+
+    The weights are rounded to bf16 before, so the checksum is the same in every precision in which they are loaded.
+    """
+    with ThreadPoolExecutor() as executor:
+        parts = executor.map(_checksum, *zip(*base_parameters(module), strict=True))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _checksum(name: str, weight: Tensor) -> str:
+    rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
+    digest = hashlib.sha256(rounded.view(torch.int16).numpy().data).hexdigest()
+    return f"{name} {tuple(weight.shape)} {digest}"
+
+
+def save_base(name: str, checksum: str, folder: Path) -> None:
+    """Write the name and the checksum of a base model into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BASE_FILE).write_text(json.dumps({"model": name, "sha256": checksum}) + "\n", encoding="utf-8")
+
+
+def check_base(folder: Path, checksum: str, fix: str) -> None:
+    """Refuse a base model with other weights than those whose checksum `save_base` wrote.
+
+    Raises:
+        ConfigError: if they differ, with the fix, or if the file is damaged or missing.
+    """
+    path = folder / BASE_FILE
+    saved = read_json(path, strict=False)
+    if not isinstance(saved, dict) or not isinstance(saved.get("sha256"), str):
+        raise ConfigError(f"{path} is damaged: it must name the checksum of the adapter's base model")
+    if saved["sha256"] != checksum:
+        raise ConfigError(
+            f"the model's weights are not those of {saved.get('model')} to which the adapter of {path} belongs: {fix}"
+        )

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.config import ConfigError
-from covey.llm.model.adapted_layers import with_present_adapter
 from covey.llm.model.fused_layers import PendingResidual
+from covey.llm.model.lora import with_present_adapter
 
 CACHES = ("past_key_values", "layer_past")  # names of a layer's argument for keys and values of earlier tokens
 

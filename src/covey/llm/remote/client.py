@@ -14,10 +14,13 @@ from functools import cache
 from typing import Any
 
 import httpx2
+import msgspec
+from msgspec import Struct
 
 from covey.config.token_text import hide
-from covey.llm.generation.generator import FailureReason, GenerationFailure
+from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
 from covey.llm.remote import wire
+from covey.runtime.foreign_json import BadJson, read_json
 
 CONNECT_SECONDS = 10.0
 STATUS_SECONDS = 20.0  # of a request without work for the server
@@ -49,18 +52,26 @@ class Client:
     token: str
     timeout_seconds: float  # of one request, from its first byte to the last of its answer
 
-    async def get(self, route: str) -> Any:
-        """The JSON that a route answers at once; None for an empty answer."""
-        seconds = min(STATUS_SECONDS, self.timeout_seconds)
-        return self._json(await self._exchange("GET", route, b"", MOST_ANSWER_BYTES, seconds))
+    async def get(self, route: str) -> bytes:
+        """What a route answers at once."""
+        return await self._exchange("GET", route, b"", MOST_ANSWER_BYTES, min(STATUS_SECONDS, self.timeout_seconds))
 
-    async def post(self, route: str, body: dict[str, Any], most_bytes: int = MOST_ANSWER_BYTES) -> Any:
-        """The JSON that a route answers to a body; None for an empty answer."""
-        return self._json(await self.post_raw(route, body, most_bytes))
-
-    async def post_raw(self, route: str, body: dict[str, Any], most_bytes: int = MOST_ANSWER_BYTES) -> bytes:
-        """The bytes that a route answers to a body."""
+    async def post(self, route: str, body: dict[str, Any], most_bytes: int = MOST_ANSWER_BYTES) -> bytes:
+        """What a route answers to a body."""
         return await self._exchange("POST", route, json.dumps(body).encode(), most_bytes, self.timeout_seconds)
+
+    async def generate(
+        self, request: GenerationRequest, version: str, vocabulary: int, *, covey: bool
+    ) -> list[Completion]:
+        """Completions by weights of this version; `covey` is True for covey's own server."""
+        body = wire.request_body(request, version, covey=covey)
+        content = await self.post(wire.GENERATE, body, wire.answer_bytes(request))
+        try:
+            return wire.read_answer(content, request, version, vocabulary)
+        except wire.WrongVersion as error:
+            raise OtherWeights(f"{self.address}: {error}") from None
+        except BadJson as error:
+            raise LostServer(f"{self.address} sent an answer that cannot be used: {error}") from None
 
     async def _exchange(self, method: str, route: str, body: bytes, most_bytes: int, seconds: float) -> bytes:
         try:
@@ -109,14 +120,6 @@ class Client:
             return FailedRequest(GenerationFailure(FailureReason(reason), message))
         return LostServer(f"{self.address} answered {route} with status {status}: {message}")
 
-    def _json(self, content: bytes) -> Any:
-        if not content:
-            return None
-        try:
-            return wire.read_json(content)
-        except wire.BadBody as error:
-            raise LostServer(f"{self.address}: {error}") from None
-
     def _own_words(self, text: str) -> str:
         """A text from outside in one line, without the token."""
         line = "".join(c if c.isprintable() else " " for c in hide(text, self.token))
@@ -130,12 +133,22 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+class _Error(Struct):
+    reason: str = ""  # vLLM has none
+    message: str = ""
+
+
+class _Refusal(Struct):
+    error: _Error | str
+
+
+REFUSAL = msgspec.json.Decoder(_Refusal)
+
+
 def _error_of(content: bytes) -> tuple[str, str]:
-    """The reason and the message of a refusal; vLLM's has the message alone."""
+    """The reason and the message of a refusal."""
     try:
-        error = wire.read_json(content)["error"]
-        if isinstance(error, dict):
-            return str(error.get("reason", "")), str(error.get("message", ""))
-        return "", str(error)
-    except (wire.BadBody, LookupError, TypeError):
+        error = read_json(content, REFUSAL).error
+    except BadJson:
         return "", content.decode(errors="replace")
+    return ("", error) if isinstance(error, str) else (error.reason, error.message)

@@ -16,10 +16,10 @@ from covey.data import Team
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client, LostServer
-from covey.llm.remote.event_loop import EventLoop
 from covey.llm.remote.weights import Transport, gathered, give, is_sharded
 from covey.llm.remote.wire import HEALTH
 from covey.runtime.distributed import ALONE, exchange_json
+from covey.runtime.event_loop import EventLoop
 
 PAUSE_SECONDS = 0.5  # between two attempts to find a server
 

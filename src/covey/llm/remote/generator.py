@@ -7,8 +7,10 @@ a server are handed out after its first ones have been proven (`proof.py`).
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,9 +25,9 @@ from covey.llm.generation.generator import (
 )
 from covey.llm.generation.local_generator import missed_deadline, with_shared_prefix
 from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
+from covey.llm.model.architecture import vocabulary_of
 from covey.llm.remote.client import FailedRequest, LostServer, OtherWeights
 from covey.llm.remote.fleet import Fleet
-from covey.llm.remote.outstanding import Answer, Outstanding
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import is_sharded
 
@@ -96,6 +98,73 @@ class RemoteGenerator:
     def close(self) -> None:
         """End the requests in the background."""
         self.fleet.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The end of one request to one server."""
+
+    number: int  # of the request
+    server: int
+    future: Future[list[Completion]]
+
+
+Event = Callable[[], None]
+
+
+@dataclass
+class Outstanding:
+    """The requests of one call that wait for an answer, each for one server at a time, by their numbers.
+
+    True while any waits. `requests` may grow.
+    """
+
+    fleet: Fleet
+    requests: Sequence[GenerationRequest]
+    tries: dict[int, int] = field(default_factory=dict)  # how often each was sent
+    _waiting: dict[int, Answer] = field(default_factory=dict)
+    _ended: queue.SimpleQueue[Answer | Event] = field(default_factory=queue.SimpleQueue)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def servers(self) -> set[int]:
+        """The servers that requests wait for."""
+        return {answer.server for answer in self._waiting.values()}
+
+    def send(self, number: int, server: int) -> None:
+        """Send a request that does not wait to a server."""
+        assert number not in self._waiting
+        self.tries[number] = self.tries.get(number, 0) + 1
+        fleet, vocabulary = self.fleet, vocabulary_of(self.fleet.policy.module)
+        ask = fleet.clients[server].generate(self.requests[number], fleet.label, vocabulary, covey=fleet.covey)
+        future = fleet.loop.submit(ask)
+        self._waiting[number] = answer = Answer(number, server, future)
+        future.add_done_callback(lambda _: self._ended.put(answer))
+
+    def put(self, event: Event) -> None:
+        """Let `next` return an event, as if it were an answer; called in any thread."""
+        self._ended.put(event)
+
+    def next(self, seconds: float | None) -> Answer | Event | None:
+        """The next answer or event; None if none comes within so many seconds."""
+        while True:
+            try:
+                answer = self._ended.get(timeout=seconds)
+            except queue.Empty:
+                return None
+            if not isinstance(answer, Answer):
+                return answer
+            if self._waiting.get(answer.number) is answer:  # else it was cancelled
+                del self._waiting[answer.number]
+                return answer
+
+    def cancel(self) -> list[int]:
+        """Wait for no answer any more; returns the requests that had none."""
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            answer.future.cancel()
+        return list(waiting)
 
 
 @dataclass
@@ -174,7 +243,7 @@ class _Call:
 
     def _take(self, answer: Answer) -> None:
         try:
-            completions = answer.completions()
+            completions = answer.future.result()
         except FailedRequest as error:
             self.results[answer.number] = error.failure
         except LostServer as error:

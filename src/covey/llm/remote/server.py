@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -28,8 +30,18 @@ from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.remote import wire
-from covey.llm.remote.group_transport import Gloo, connect_to_sender, read_announced, read_sender, receive
-from covey.llm.remote.staging import BadWeights, check_weights, read_weights
+from covey.llm.remote.weights import (
+    BadWeights,
+    FileUpdate,
+    Gloo,
+    GroupUpdate,
+    Sender,
+    check_weights,
+    connect_to_sender,
+    read_weights,
+    receive,
+)
+from covey.runtime.foreign_json import BadJson, convert, read_json
 from covey.runtime.web_server import Refusal, Refuse, failure, json_response, one_line, web_server
 
 T = TypeVar("T")
@@ -39,12 +51,28 @@ MOST_LISTED_BYTES = 16 << 20  # of a body that lists tokens or tensors
 FIRST_VERSION = ""  # of the weights that the model was loaded with; no run requests it
 
 
+class _Folder(Struct):
+    folder: str  # of the files with weights
+
+
+class _Init(Struct):
+    init_info: dict[str, Any]  # of `_Folder` or `Sender`
+
+
+class _Update(Struct):
+    update_info: dict[str, Any]  # of `Versioned`, and `FileUpdate` or `GroupUpdate`
+
+
+INIT = msgspec.json.Decoder(_Init)
+UPDATE = msgspec.json.Decoder(_Update)
+
+
 class Conflict(Exception):
     """A request that contradicts the server's weights or another update of them; the message is one line."""
 
 
 @dataclass
-class _Update:
+class _Opened:
     """An update of the weights that has begun."""
 
     version: str
@@ -59,7 +87,7 @@ class Server:
     chat: Chat
     folders: tuple[Path, ...]  # below which files with weights are read
     version: str = FIRST_VERSION  # of the weights, as runs know it
-    update: _Update | None = None
+    update: _Opened | None = None
     group: Gloo | None = None  # of the next update
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are received or put in place
 
@@ -71,9 +99,9 @@ class Server:
 
     async def generate(self, request: Request) -> Response:
         vocabulary = vocabulary_of(self.engine.policy.module)
-        body, version = await _body(request, MOST_LISTED_BYTES), self.version
+        content, version = await _content(request, MOST_LISTED_BYTES), self.version
         stop = partial(stop_strings, self.chat)
-        asked = wire.read_request(body, vocabulary, (version, self.engine.version), stop)
+        asked = wire.read_request(content, vocabulary, (version, self.engine.version), stop)
         result = await _unless_disconnected(request, self.engine.generate(asked))
         if isinstance(result, GenerationFailure):
             return failure(409 if result.reason is FailureReason.OTHER_WEIGHTS else 422, result.reason, result.message)
@@ -81,20 +109,18 @@ class Server:
 
     async def init(self, request: Request) -> Response:
         """The folder of later files, which must be below one of the server's; or the process group of an update."""
-        info = (await _body(request)).get("init_info")
-        if isinstance(info, dict) and "port" in info:
-            sender = read_sender(info)
+        info = read_json(await _content(request), INIT).init_info
+        if "port" in info:
+            sender = convert(info, Sender)
             self._refuse_if_busy()
             async with self.busy:
                 self.group = await asyncio.to_thread(connect_to_sender, sender)
             return json_response({})
-        folder = info.get("folder") if isinstance(info, dict) else None
-        if not isinstance(folder, str):
-            raise wire.BadBody("init_info.folder must be the folder of the files with weights")
+        folder = convert(info, _Folder).folder
         try:
             real = Path(folder).resolve()
         except (OSError, ValueError, RuntimeError):  # RuntimeError: links that lead to each other
-            raise wire.BadBody("init_info.folder is not a path") from None
+            raise BadJson("init_info.folder is not a path") from None
         if not any(own.resolve() in (real, *real.parents) for own in self.folders):
             places = " or ".join(map(str, self.folders))
             raise Conflict(f"weights are read from files below {places} alone: start the server with --folder")
@@ -102,20 +128,18 @@ class Server:
 
     async def start_update(self, request: Request) -> Response:
         """Begin an update. A second one at the same time ends both, so that never parts of two are mixed."""
-        version = wire.read_version((await _body(request)).get("weight_version"))
+        version = read_json(await _content(request), wire.VERSIONED).weight_version
         self._refuse_if_busy()
         if self.update is not None:
             self.update = None
             raise Conflict("another update of the weights had begun, and both have ended: begin again")
-        self.update = _Update(version)
+        self.update = _Opened(version)
         return json_response({})
 
     async def receive(self, request: Request) -> Response:
         """Read the weights and check them; the model keeps its own."""
-        info = (await _body(request, MOST_LISTED_BYTES)).get("update_info")
-        if not isinstance(info, dict):
-            raise wire.BadBody("update_info must be an object")
-        update = self._open_update(wire.read_version(info.get("weight_version")))
+        info = read_json(await _content(request, MOST_LISTED_BYTES), UPDATE).update_info
+        update = self._open_update(convert(info, wire.Versioned).weight_version)
         async with self.busy:
             try:
                 staged = await asyncio.to_thread(self._staged, info)
@@ -128,22 +152,20 @@ class Server:
 
     def _staged(self, info: dict[str, Any]) -> dict[str, Tensor]:
         """The tensors of an update, from a file or over the process group."""
-        sha256 = info.get("sha256")
-        if not isinstance(sha256, str):
-            raise wire.BadBody("update_info must have the checksum sha256")
-        if isinstance(path := info.get("path"), str):
-            return read_weights(path, sha256, self.folders, sum(own.nbytes for own in self.engine.weights.values()))
+        own = self.engine.weights
+        if "path" in info:
+            file = convert(info, FileUpdate)
+            return read_weights(file.path, file.sha256, self.folders, sum(tensor.nbytes for tensor in own.values()))
         group, self.group = self.group, None
         if group is None:
             raise Conflict("no process group was made for the weights")
-        own = self.engine.weights
-        announced = read_announced(info)
-        check_weights(announced, own)
-        return receive(group, list(announced), own, sha256)
+        announced = convert(info, GroupUpdate)
+        check_weights(announced.tensors(), own)
+        return receive(group, announced.names, own, announced.sha256)
 
     async def finish_update(self, request: Request) -> Response:
         """Put the received weights in place."""
-        version = wire.read_version((await _body(request)).get("weight_version"))
+        version = read_json(await _content(request), wire.VERSIONED).weight_version
         update = self._open_update(version)
         if update.staged is None:
             raise Conflict("no weights were received")
@@ -163,7 +185,7 @@ class Server:
         if self.busy.locked():
             raise Conflict("another update of the weights is going on")
 
-    def _open_update(self, version: str) -> _Update:
+    def _open_update(self, version: str) -> _Opened:
         """The update of this version.
 
         Raises:
@@ -189,7 +211,7 @@ class Server:
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
         routes += [Route(wire.HEALTH, self.health), Route(wire.WEIGHT_INFO, self.weight_info)]
         handlers: Any = {
-            wire.BadBody: _answer_to(400),
+            BadJson: _answer_to(400),
             wire.WrongVersion: _answer_to(409),
             Conflict: _answer_to(409),
             BadWeights: _answer_to(409),
@@ -212,21 +234,18 @@ def token_guard(token: str) -> Refuse:
     return refuse
 
 
-async def _body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> dict[str, Any]:
-    """The JSON object in a request.
+async def _content(request: Request, most_bytes: int = MOST_BODY_BYTES) -> bytes:
+    """The JSON in a request.
 
     Raises:
-        BadBody: if it is none, or too large.
+        BadJson: if it is too large.
     """
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > most_bytes:
-            raise wire.BadBody(f"the body has more than {most_bytes >> 10} KiB")
-    body = wire.read_json(bytes(content)) if content else {}
-    if not isinstance(body, dict):
-        raise wire.BadBody("the body must be an object")
-    return body
+            raise BadJson(f"the body has more than {most_bytes >> 10} KiB")
+    return bytes(content)
 
 
 async def _unless_disconnected(request: Request, future: Future[T]) -> T:

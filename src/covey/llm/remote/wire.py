@@ -22,18 +22,19 @@ from covey's; its completions are cut when they are read, which gives the same d
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.stop_strings import StopStrings
+from covey.runtime.foreign_json import BadJson, read_json
 from covey.runtime.rng import philox4x32
 
 HEALTH = "/health"
@@ -56,12 +57,86 @@ MOST_TOKENS = 1 << 27  # of all completions of a request
 MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings of a request, and characters of one
 
 
-class BadBody(ValueError):
-    """A body that is not as the table says; the message is one line without the body itself."""
-
-
-class WrongVersion(BadBody):
+class WrongVersion(BadJson):
     """Other weights are requested than a server has, or have generated an answer."""
+
+
+Count = Annotated[int, Meta(ge=0)]
+Word = Annotated[int, Meta(ge=0, lt=WORD)]
+Version = Annotated[str, Meta(min_length=1, max_length=LONGEST_VERSION)]
+
+
+class Versioned(Struct):
+    """A body that names a version of weights."""
+
+    weight_version: Version
+
+    def __post_init__(self) -> None:
+        if not self.weight_version.isprintable():
+            raise ValueError("weight_version must be a printable text")
+
+
+class _Sampling(Struct):
+    max_tokens: Annotated[int, Meta(ge=1)]
+    n: Annotated[int, Meta(ge=1, le=MOST_COMPLETIONS)] = 1
+    temperature: Annotated[float, Meta(ge=0, lt=1e30)] = 1.0
+    top_p: float = 1.0
+    stop_token_ids: list[Count] = []
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]], Meta(max_length=MOST_STOPS)] = []
+    min_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] = 0
+
+
+class _Own(Struct):
+    """The fields of covey's own server: those of `RandomKey`, and two of `GenerationSettings`."""
+
+    seed: Word = 0
+    step: Word = 0
+    group: Word = 0
+    first_rollout: Word = 0
+    stream: Word = 0
+    first_position: Word = 0
+    shared_prefix: Count = 0
+    continues: bool = False
+
+
+class _Request(Versioned):
+    token_ids: Annotated[list[Count], Meta(min_length=1)]
+    sampling_params: _Sampling
+    covey: _Own
+
+
+class _Logprob(Struct):
+    logprob: Annotated[float, Meta(gt=-1e30, le=ROUNDING)]
+
+
+class _Logprobs(Struct):
+    content: list[_Logprob]
+
+
+class _Span(Struct):
+    """Tokens of a completion that weights of one version have generated."""
+
+    start: int
+    end: int
+    version: Any = None
+
+
+class _Choice(Struct):
+    index: Count
+    token_ids: list[Count]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+    finish_reason: str | None = None
+    cached_tokens: Count = 0  # vLLM's answer has none
+
+
+class _Answer(Struct):
+    choices: list[_Choice]
+
+
+VERSIONED = msgspec.json.Decoder(Versioned)
+REQUEST = msgspec.json.Decoder(_Request)
+ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def request_body(request: GenerationRequest, version: str, *, covey: bool) -> dict[str, Any]:
@@ -106,98 +181,69 @@ def request_seed(key: RandomKey) -> int:
 
 
 def read_request(
-    body: Any, vocabulary: int, weights: tuple[str, int], stop: Callable[[tuple[str, ...]], StopStrings | None]
+    content: bytes, vocabulary: int, weights: tuple[str, int], stop: Callable[[tuple[str, ...]], StopStrings | None]
 ) -> GenerationRequest:
     """Read a request for completions.
 
     Args:
-        body: parsed JSON from outside.
+        content: from outside.
         vocabulary: number of token ids.
         weights: version of the server's weights, and its number in the server.
         stop: makes the stop strings for the server's tokenizer.
 
     Raises:
-        BadBody: naming the field.
+        BadJson: naming the field.
         WrongVersion: if other weights are requested.
     """
-    fields = _object(body, "the body")
-    parameters = _object(fields.get("sampling_params"), "sampling_params")
-    token_ids = _tokens(fields.get("token_ids"), vocabulary, "token_ids")
-    if not token_ids:
-        raise BadBody("token_ids is empty: a prompt has at least one token")
-    if parameters.get("top_p", 1.0) != 1.0:
-        raise BadBody("sampling_params.top_p must be 1: other values bias the log-probabilities")
-    n = _integer(parameters.get("n", 1), 1, MOST_COMPLETIONS, "sampling_params.n")
-    max_tokens = _integer(parameters.get("max_tokens"), 1, MOST_TOKENS // n, "sampling_params.max_tokens")
-    temperature = _number(parameters.get("temperature", 1.0), "sampling_params.temperature")
-    if temperature < 0:
-        raise BadBody("sampling_params.temperature must be at least 0")
-    end_ids = frozenset(_tokens(parameters.get("stop_token_ids", []), vocabulary, "sampling_params.stop_token_ids"))
-    strings = _texts(parameters.get("stop", []), "sampling_params.stop")
-    min_tokens = _integer(parameters.get("min_tokens", 0), 0, MOST_TOKENS, "sampling_params.min_tokens")
-    own = _object(fields.get("covey"), "covey")
-    key = _key(own, n, max_tokens)
-    # The last token of a prompt is never shared.
-    shared = _integer(own.get("shared_prefix", 0), 0, len(token_ids) - 1, "covey.shared_prefix")
-    continues = own.get("continues", False)
-    if not isinstance(continues, bool):
-        raise BadBody("covey.continues must be true or false")
+    body = read_json(content, REQUEST)
+    sampling, own = body.sampling_params, body.covey
+    _check_tokens(body.token_ids, vocabulary, "token_ids")
+    _check_tokens(sampling.stop_token_ids, vocabulary, "sampling_params.stop_token_ids")
+    if sampling.top_p != 1.0:
+        raise BadJson("sampling_params.top_p must be 1: other values bias the log-probabilities")
+    for name, value, most in (
+        ("sampling_params.max_tokens", sampling.max_tokens, MOST_TOKENS // sampling.n),
+        ("covey.first_rollout", own.first_rollout, WORD - sampling.n),
+        ("covey.first_position", own.first_position, WORD - sampling.max_tokens),
+        # The last token of a prompt is never shared.
+        ("covey.shared_prefix", own.shared_prefix, len(body.token_ids) - 1),
+    ):
+        if value > most:
+            raise BadJson(f"{name} must be at most {most}")
     label, number = weights
-    if read_version(fields.get("weight_version")) != label:
+    if body.weight_version != label:
         raise WrongVersion("the weights are not those that are requested")
     return GenerationRequest(
-        tuple(token_ids),
-        n,
-        key,
+        tuple(body.token_ids),
+        sampling.n,
+        RandomKey(own.seed, own.step, own.group, own.first_rollout, own.stream, own.first_position),
         GenerationSettings(
-            max_tokens,
-            temperature,
-            end_ids,
+            sampling.max_tokens,
+            sampling.temperature,
+            frozenset(sampling.stop_token_ids),
             number,
-            shared_prefix=shared,
-            stop=stop(strings),
-            continues=continues,
-            truncation=Truncation(min_new_tokens=min_tokens),
+            shared_prefix=own.shared_prefix,
+            stop=stop(tuple(sampling.stop)),
+            continues=own.continues,
+            truncation=Truncation(min_new_tokens=sampling.min_tokens),
         ),
     )
-
-
-def _key(fields: dict[str, Any], completions: int, tokens: int) -> RandomKey:
-    names = ("seed", "step", "group", "first_rollout", "stream", "first_position")
-    numbers = {name: _integer(fields.get(name, 0), 0, WORD - 1, f"covey.{name}") for name in names}
-    if numbers["first_rollout"] + completions > WORD:
-        raise BadBody(f"covey.first_rollout must be at most {WORD - completions}")
-    if numbers["first_position"] + tokens > WORD:
-        raise BadBody(f"covey.first_position must be at most {WORD - tokens}")
-    return RandomKey(**numbers)
-
-
-def read_version(value: Any) -> str:
-    """A version of weights from a body.
-
-    Raises:
-        BadBody: if it is no short printable text.
-    """
-    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= LONGEST_VERSION:
-        raise BadBody(f"weight_version must be a text of at most {LONGEST_VERSION} characters")
-    return value
 
 
 def answer_body(completions: Sequence[Completion], version: str) -> bytes:
     """The answer to a request, by weights of this version."""
     choices = [
-        {
-            "index": index,
-            "token_ids": completion.tokens,
-            "finish_reason": "stop" if completion.end is EndReason.STOP else "length",
-            "stop_reason": None,
-            "logprobs": {"content": [{"logprob": logprob} for logprob in completion.logprobs]},
-            "weight_versions": [{"version": version, "start": 0, "end": len(completion.tokens)}],
-            "cached_tokens": completion.cached_tokens,
-        }
+        _Choice(
+            index,
+            completion.tokens,
+            _Logprobs([_Logprob(logprob) for logprob in completion.logprobs]),
+            [_Span(0, len(completion.tokens), version)],
+            "stop" if completion.end is EndReason.STOP else "length",
+            completion.cached_tokens,
+        )
         for index, completion in enumerate(completions)
     ]
-    return json.dumps({"choices": choices}, separators=(",", ":")).encode()
+    return msgspec.json.encode(_Answer(choices))
 
 
 def answer_bytes(request: GenerationRequest) -> int:
@@ -216,116 +262,55 @@ def read_answer(content: bytes, request: GenerationRequest, version: str, vocabu
 
     Raises:
         WrongVersion: if other weights have generated a part.
-        BadBody: if anything is missing, of the wrong type, or not what was asked for.
+        BadJson: if anything is missing, of the wrong type, or not what was asked for.
     """
-    choices = _list(_object(read_json(content), "the answer").get("choices"), "choices")
-    if len(choices) != request.completions:
-        raise BadBody(f"{len(choices)} completions came where {request.completions} were asked for")
-    found: dict[int, Completion] = {}
-    for choice in choices:
-        fields = _object(choice, "a choice")
-        index = _integer(fields.get("index"), 0, request.completions - 1, "index")
-        if index in found:
-            raise BadBody(f"completion {index} is there twice")
-        found[index] = _completion(fields, request, version, vocabulary)
-    return [found[index] for index in range(request.completions)]
+    choices = sorted(read_json(content, ANSWER).choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(request.completions)):
+        raise BadJson(f"completions 0 to {request.completions - 1} were asked for, and other ones came")
+    return [_completion(choice, request, version, vocabulary) for choice in choices]
 
 
-def read_json(content: bytes) -> Any:
-    """Parse JSON from outside.
-
-    Raises:
-        BadBody: if it is none.
-    """
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise BadBody("no JSON came") from None
-
-
-def _completion(fields: dict[str, Any], request: GenerationRequest, version: str, vocabulary: int) -> Completion:
+def _completion(choice: _Choice, request: GenerationRequest, version: str, vocabulary: int) -> Completion:
     """One completion, which must be whole: it ends with an end token or a stop string, or has as many tokens as
     allowed. It is cut after the first stop string.
     """
-    settings = request.settings
-    tokens = _tokens(fields.get("token_ids"), vocabulary, "token_ids")
-    reason = fields.get("finish_reason")
-    if reason not in ("stop", "length"):
-        raise BadBody("a completion was not finished: its finish_reason is neither stop nor length")
+    settings, tokens = request.settings, choice.token_ids
+    _check_tokens(tokens, vocabulary, "token_ids")
+    if choice.finish_reason not in ("stop", "length"):
+        raise BadJson("a completion was not finished: its finish_reason is neither stop nor length")
     if not 0 < len(tokens) <= settings.max_new_tokens:
-        raise BadBody(f"a completion has {len(tokens)} tokens where 1 to {settings.max_new_tokens} are allowed")
+        raise BadJson(f"a completion has {len(tokens)} tokens where 1 to {settings.max_new_tokens} are allowed")
     if not settings.end_ids.isdisjoint(tokens[:-1]):
-        raise BadBody("a completion goes on after its end token")
+        raise BadJson("a completion goes on after its end token")
     stopped = None if settings.stop is None else settings.stop.end_of(tokens)
     ended = tokens[-1] in settings.end_ids or stopped is not None
     if not ended and len(tokens) < settings.max_new_tokens:
-        raise BadBody("a completion is cut: it has no end token and fewer tokens than allowed")
-    if stopped is None and ended != (reason == "stop"):
-        raise BadBody("a completion's finish_reason contradicts its last token")
-    _check_versions(fields.get("weight_versions"), len(tokens), version)
-    content = _list(_object(fields.get("logprobs"), "logprobs").get("content"), "logprobs.content")
-    logprobs = [_logprob(_object(entry, "a log-probability").get("logprob")) for entry in content]
+        raise BadJson("a completion is cut: it has no end token and fewer tokens than allowed")
+    if stopped is None and ended != (choice.finish_reason == "stop"):
+        raise BadJson("a completion's finish_reason contradicts its last token")
+    _check_versions(choice.weight_versions, len(tokens), version)
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(tokens):
-        raise BadBody(f"a completion of {len(tokens)} tokens has {len(logprobs)} log-probabilities")
+        raise BadJson(f"a completion of {len(tokens)} tokens has {len(logprobs)} log-probabilities")
+    if choice.cached_tokens > len(request.prompt):
+        raise BadJson("a completion has more cached_tokens than its prompt has tokens")
     end = EndReason.STOP if ended else EndReason.LENGTH
-    cached = _integer(fields.get("cached_tokens", 0), 0, len(request.prompt), "cached_tokens")  # vLLM's answer has none
-    return Completion(tokens[:stopped], logprobs[:stopped], end, settings.version, cached)
+    return Completion(tokens[:stopped], logprobs[:stopped], end, settings.version, choice.cached_tokens)
 
 
-def _check_versions(value: Any, tokens: int, version: str) -> None:
+def _check_versions(spans: Sequence[_Span], tokens: int, version: str) -> None:
     """Check that spans of the wanted version cover all tokens, without gaps."""
     covered = 0
-    for span in _list(value, "weight_versions"):
-        fields = _object(span, "a span of weight_versions")
-        if fields.get("version") != version:
+    for span in spans:
+        if span.version != version:
             raise WrongVersion("other weights have generated a completion")
-        if _integer(fields.get("start"), 0, tokens, "start") != covered:
-            raise BadBody("the spans of weight_versions leave a gap")
-        covered = _integer(fields.get("end"), covered + 1, tokens, "end")
+        if span.start != covered or not covered < span.end <= tokens:
+            raise BadJson("the spans of weight_versions leave a gap")
+        covered = span.end
     if covered != tokens:
-        raise BadBody("weight_versions does not cover all tokens of a completion")
+        raise BadJson("weight_versions does not cover all tokens of a completion")
 
 
-def _logprob(value: Any) -> float:
-    number = _number(value, "a log-probability")
-    if number > ROUNDING:
-        raise BadBody("a log-probability is above 0")
-    return number
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadBody(f"{name} must be an object")
-    return value
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise BadBody(f"{name} must be a list")
-    return value
-
-
-def _integer(value: Any, least: int, most: int, name: str) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise BadBody(f"{name} must be an integer from {least} to {most}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if type(value) not in (int, float) or not -1e30 < value < 1e30 or not math.isfinite(value):
-        raise BadBody(f"{name} must be a finite number")
-    return float(value)
-
-
-def _tokens(value: Any, vocabulary: int, name: str) -> list[int]:
-    tokens = _list(value, name)
-    if any(type(token) is not int or not 0 <= token < vocabulary for token in tokens):
-        raise BadBody(f"{name} must be token ids, integers from 0 to {vocabulary - 1}")
-    return tokens
-
-
-def _texts(value: Any, name: str) -> tuple[str, ...]:
-    texts = _list(value, name)
-    if len(texts) > MOST_STOPS or any(type(text) is not str or not 0 < len(text) <= LONGEST_STOP for text in texts):
-        raise BadBody(f"{name} must be at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters")
-    return tuple(texts)
+def _check_tokens(tokens: Sequence[int], vocabulary: int, name: str) -> None:
+    if max(tokens, default=0) >= vocabulary:
+        raise BadJson(f"{name} must be token ids, integers from 0 to {vocabulary - 1}")

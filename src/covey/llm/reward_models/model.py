@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from covey.config.reward_models import DEFAULT_SEPARATOR, REWARD_MODEL_FILE, RewardModelKind
 from covey.data import Batch
 from covey.llm.model.chat import Chat
-from covey.llm.model.hidden_states import hidden_states_for_actions
+from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.plain_forward import accepted
-from covey.llm.model.prefix_tree import common_prefix_length
+from covey.llm.model.prefix_attention import common_prefix_length
 from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
 
 SCORING_TOKENS = 8192  # tokens of a forward pass without gradients

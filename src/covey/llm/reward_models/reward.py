@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +14,12 @@ from torch import Tensor
 from covey.config import ConfigError, RewardConfig
 from covey.config.reward_models import RewardModelKind
 from covey.core.reward_model_losses import aggregate, step_differences
-from covey.llm.model.foreign_files import reading
+from covey.llm.model.files import reading
 from covey.llm.reward_models.encoding import ScoredRow
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.runner import RewardRunner, done
 from covey.runtime.device import choose_device, choose_precision
 
 log = logging.getLogger(__name__)
@@ -24,8 +27,8 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "has a score that is NaN or infinite: set precision to fp32, or take another model"
 
 
-class ModelReward:
-    """Scores completions with a reward model; implements `covey.llm.rewards.runner.RewardRunner`.
+class ModelReward(RewardRunner):
+    """Scores completions with a reward model.
 
     The model is loaded at the first call. It runs in this process and on the device of the run, without a deadline. A
     score that is not finite is a failure of the grader, and so is a completion that is longer than the model's limit or
@@ -44,10 +47,13 @@ class ModelReward:
         self._place = device, precision
         self._model: RewardModel | None = None
 
-    workers = 1
+    early = False  # the model computes on the device of the sampler, so it is called after the step has been sampled
 
-    def start(self, *_: Any) -> None:
-        """None: the model computes on the device of the sampler, so it is called after the step has been sampled."""
+    def start(
+        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
+    ) -> Future[Results]:
+        """As `call`: the results have been computed."""
+        return done(partial(self.call, arguments, global_step, seconds, step_counts))
 
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None

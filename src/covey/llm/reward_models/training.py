@@ -14,8 +14,7 @@ from covey.config import RunError
 from covey.config.reward_models import RewardModelConfig
 from covey.llm.reward_models.examples import EncodedExample, Objective
 from covey.llm.reward_models.model import RewardModel, microbatches
-from covey.runtime.learning_rate import learning_rate_schedule
-from covey.runtime.optimizer import MasterAdamW
+from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.rng import shuffled_batches
 
 Metrics = dict[str, float]

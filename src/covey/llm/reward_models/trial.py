@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from covey.llm.generation.trial import MIN_TOKENS, TOLERANCE, Trial, in_fp32, probe_batch
 from covey.llm.model.architecture import longest_row, vocabulary_of
-from covey.llm.model.hidden_states import hidden_states_for_actions, row_tokens
+from covey.llm.model.logprobs import hidden_states_for_actions, row_tokens
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import IMPLEMENTATION
 from covey.llm.reward_models.model import head_of

@@ -5,16 +5,9 @@ answer_text, final_answer the text of a completion; the answer that it states
 read_number               the one number that an answer is, or why a right answer is none
 environment               the reward of a conversation's environment
 units, plain_numbers      the length of a completion; answers that are numbers, for `math`
-one_by_one                calls a function of a pool for each completion on its own
-runner                    the interface of calls; calls in this process
-reward_process            calls in a process of its own, the `worker`
-supervised_process        a process of the user's code under a supervisor
+runner                    calls of a function: in processes (`covey.runtime.worker`), one by one, in this process
 group_calls               the calls for the groups of a step, started while others are sampled
-pool                      several processes of one function, and calls in the background
-worker                    the process in which a user's function runs
-adapters                  calls functions with the signatures of verl and verifiers
-reward_call               one call and the check of its results
-process_state             process state that a function may change by accident, saved and restored
+reward_call               one call, in any signature, and the check of its results
 weighted_reward           one term of a reward: a function, how it is called, its weight
 step_splitter             splits completions into reasoning steps
 reasoning_gym_process     problems and scores of the package reasoning_gym, in the worker

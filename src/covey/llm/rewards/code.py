@@ -14,12 +14,14 @@ from covey.config.machine import processors
 from covey.llm.rewards.answer_text import completion_text
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import Tests, read_tests
-from covey.llm.rewards.reward_call import Results, RewardCallError, one_line
-from covey.llm.rewards.runner import in_thread
+from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.runner import RewardRunner, in_thread
 from covey.llm.rewards.sandbox.backends import choose_sandbox
 from covey.llm.rewards.sandbox.harness import NotPlain
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.session import SandboxFailure
+from covey.runtime.worker.child import one_line
+from covey.runtime.worker.process import CallError
 
 _FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}+|~{3,}+)[^\n`]*$", re.MULTILINE)
 TESTS_COLUMN = "tests"
@@ -52,8 +54,8 @@ class CodeOptions:
     unsafe_without_sandbox: bool = False
 
 
-class CodeRunner:
-    """Grades programs side by side; implements `RewardRunner`.
+class CodeRunner(RewardRunner):
+    """Grades programs side by side.
 
     Each program has its own limits, so a call needs no deadline: it takes at most as long as its programs.
     """
@@ -72,8 +74,6 @@ class CodeRunner:
         self._judge = Judge(sandbox, limits, every_case=options.partial)
         self._executor = ThreadPoolExecutor(options.workers or processors(), thread_name_prefix="covey-program")
 
-    workers = 1  # calls of the grader: the programs of one call are already side by side
-
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Future[Results]:
@@ -88,12 +88,12 @@ class CodeRunner:
         A program that several completions of a prompt share is run once.
 
         Raises:
-            RewardCallError: if the data has no column with tests.
+            CallError: if the data has no column with tests.
         """
         completions = arguments["completions"]
         tests = arguments.get(self.options.tests_column)
         if tests is None:
-            raise RewardCallError(
+            raise CallError(
                 f"the data has no column {self.options.tests_column!r} with tests; set tests_column in [[rewards]]"
             )
         nothing = [None] * len(completions)
@@ -154,7 +154,7 @@ def code(completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
     Raises:
         ConfigError: if there is no sandbox.
-        RewardCallError: if the column is missing.
+        CallError: if the column is missing.
     """
     runner = CodeRunner(CodeOptions())
     try:

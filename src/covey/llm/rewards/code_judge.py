@@ -17,11 +17,11 @@ from typing import Any
 
 from covey.llm.rewards.code_tests import CallTests, CheckTests, StdinTests, Tests
 from covey.llm.rewards.code_values import matches, same_output
-from covey.llm.rewards.reward_call import one_printable_line
 from covey.llm.rewards.sandbox.harness import encode
 from covey.llm.rewards.sandbox.limits import Limits
 from covey.llm.rewards.sandbox.pipes import ProgramFault, TimeLimit
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
+from covey.runtime.worker.child import one_printable_line
 
 Source = dict[str, str]  # "prefix" and "source", the text of the program
 MOST_CASES = 10  # that may take as long as the limit: all cases of a program together have the time of so many

@@ -54,28 +54,40 @@ _CONCLUSION = re.compile(
 )
 # Words that belong to an expression, because they change the number beside them.
 _PARTS = (
-    "or|and|to|between|either|neither|not|than|least|most|under|over|above|below|negative|minus|plus|times|percent"
+    "or|and|to|between|either|neither|not|than|least|most|under|over|above|below|negative|minus|plus|percent"
     "|percentage|pct|hundred|thousand|million|billion|trillion|squared|cubed|sqrt|root|sin|cos|tan|log|ln|exp|pi|mod"
 )
 _EXPRESSION = re.compile(
     r"(?:\\(?:text\w*|mathrm|mbox)\s?\{[^{}]*\}|\\[^\W\d_]+\d*|\\.|(?<![A-Za-z0-9])\d[\d.,_'eE+-]*[A-Za-z0-9]*"
     rf"|(?<![^\W_])(?:{_PARTS})(?![^\W_])|(?<![A-Za-z0-9_'])[A-Za-z](?![A-Za-z'])|(?<=[\d)}}\]])[A-Za-z]\w*"
     r"|(?<=[\d$%])\s(?:[^\W\d_]+\s){1,3}(?=(?:and|or|to)\s\W*\d)|(?<=\d)\s[^\W\d_]{2,}\s(?=\d+\s?[^\W\d_])"
-    r"|[或和到至约π°√∞²³]|[-+*/^=<>≤≥≠≈±×÷·~!:,.()\[\]{}%$€£¥₹₩₽₪฿₫₴₦&`_ \t])+",
+    r"|[或和到至约π°√∛∜∞²³]|[-+*/^=<>≤≥≠≈±×÷·~!:,.()\[\]{}%$€£¥₹₩₽₪฿₫₴₦&`_ \t])+",
     re.IGNORECASE,
 )
 _QUESTION = re.compile(r"(?<!, right)(?<!, correct)\?\Z")  # "25, right?" states 25
 _MARKUP = re.compile(
-    r"</?[A-Za-z]{1,10}\s?/?>|\\(?:boxed|fbox)\s*\{\s*\}"
+    r"</?[A-Za-z_]{1,20}\s?/?>|\[/?[A-Za-z_]{2,20}\]|\\(?:boxed|fbox)\s*\{\s*\}"
     r"|\\(?:begin|end)\{(?:align|equation|gather|split|multline)\w*\*?\}"
 )
 _POWER_OF_A_UNIT = re.compile(r"(\d\s?[A-Za-z]{2,10}+)\s?\^\s?\{?-?\d\}?")
 _LABEL = re.compile(r"\A\W*(?:(?:step|part|problem|question)\s*)?\(?\d{1,2}[).:]\s+(?=.*\d)", re.IGNORECASE)
+_STRUCK = re.compile(r"~~[^~\n]*~~")
 _DENIED_BEFORE = re.compile(
-    r"(?:\bnot|n't|\bnever|\bcannot)\b[\w ]{0,30}\Z|(?<!add )(?<!adds )(?<!sums )\bup\Z", re.IGNORECASE
+    r"\b(?:any|all|every)\w*\s(?:\w+\s)?(?:but|except)\s?\Z"
+    r"|(?:\bnot|n't|\bnever|\bcannot)\b[\w ]{0,30}\Z|(?<!add )(?<!adds )(?<!sums )\bup\Z",
+    re.IGNORECASE,
 )
+# Words that make another number of the one after them: "half of 42".
+_CHANGED_BEFORE = re.compile(
+    r"\b(?:half|twice|thrice|double|triple|times|third|quarter|root|cube|logarithm|reciprocal|factorial|multiples?|factors?"
+    r"|divisors?)(?:\sof)?(?:\sthe)?\s?\Z",
+    re.IGNORECASE,
+)
+_NOT_BUT = re.compile(r"\bnot\s[^.,;:\n]{1,40}?,?\sbut\s(?:rather\s)?", re.IGNORECASE)  # "not 6 but 5"
+_OTHERWISE = re.compile(r"\b(?:if|when|for)\b.*\b(?:otherwise|else)\b", re.IGNORECASE)
 _DENIED_AFTER = re.compile(
-    r"\W{0,3}(?:(?:is|was|are|does|do|would|will|can|could)(?:n't| not)|cannot|fails|(?:is|was) (?:wrong|incorrect))\b",
+    r"\W{0,3}(?:(?:is|was|are|does|do|would|will|can|could)(?:n't| not)|cannot|fails|(?:and )?up\b"
+    r"|(?:is|was) (?:wrong|incorrect))\b",
     re.IGNORECASE,
 )
 # What explains the number before it in a sentence, unless a result follows.
@@ -88,10 +100,11 @@ _REASON = re.compile(
 _DIGIT = re.compile(r"\d")
 _DASH = re.compile(r"\A[-+]\s+")  # of a list
 _ARTICLE = re.compile(r"(?<=[\d%])\s(?:a|an|and|to)\s*\Z", re.IGNORECASE)
-_ASIDE = re.compile(r"(\d[^()]{0,40}?)\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+)\)")
+_ASIDE = re.compile(r"(\d[^()]{0,40}?)\s\((?:[^()]*[^\W\d_]{2}[^()]*|[\d\s.+*/×=-]+|[\d.,]+\s?[A-Za-z]{1,3})\)")
 
 _SIGNS = str.maketrans("−–‐‑﹣－٫٬‘’“”", "------.,''\"\"", "\u200b\u200e\u200f\ufeff")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
+_PICTURE = re.compile("\\s?[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]")
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
 
@@ -102,7 +115,7 @@ def final_answer(text: str, *, unmarked: bool = True) -> str | None:
     Args:
         unmarked: False to look for a mark only.
     """
-    text = plain_unicode(text.rpartition("</think>")[2])
+    text = _STRUCK.sub("", plain_unicode(text.rpartition("</think>")[2]))
     marked = last_boxed(text)
     if marked is None:
         marked = last_answer_tag(text)
@@ -116,7 +129,8 @@ def plain_unicode(text: str) -> str:
     """The text with digits, signs, spaces and punctuation of ASCII, powers as ^2 and ½ as 1/2."""
     if text.isascii():
         return text
-    text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])} ", text.translate(_SIGNS))
+    text = _PICTURE.sub("", text.translate(_SIGNS))
+    text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])} ", text)
     text = _VULGAR.sub(r" \g<0>", text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS).replace("\u2044", "/")
     return _OTHER_DIGIT.sub(lambda match: str(unicodedata.decimal(match[0])), text)
@@ -138,6 +152,9 @@ def _said(text: str) -> str | None:
 
 def _clause(sentence: str) -> str:
     """The answer at the beginning of a sentence, without what explains it."""
+    sentence = _NOT_BUT.sub("", sentence)
+    if _OTHERWISE.search(sentence):
+        return sentence
     for match in _EXPLANATION.finditer(sentence[: 2 * LONGEST_ANSWER]):
         if _STATES.search(sentence, 0, match.start()):
             return sentence[: match.start()]
@@ -148,7 +165,7 @@ def _last_expression(text: str) -> str | None:
     """The last expression with a digit; empty if no sentence states one, None if the text has no digit."""
     if not _DIGIT.search(text):
         return None
-    stated = _last_statement(_MARKUP.sub("\n", text))
+    stated = _NOT_BUT.sub("", _last_statement(_MARKUP.sub("\n", text)))
     for reason in _REASON.finditer(stated):
         if _DIGIT.search(stated, 0, reason.start()):
             stated = stated[: reason.start()]
@@ -156,6 +173,8 @@ def _last_expression(text: str) -> str | None:
     stated = _POWER_OF_A_UNIT.sub(r"\1", _ASIDE.sub(r"\1", _LABEL.sub("", stated))).rstrip("! ")
     found = [match for match in _EXPRESSION.finditer(stated) if _DIGIT.search(match[0])]
     if not found or _DENIED_BEFORE.search(stated, 0, found[-1].start()) or _DENIED_AFTER.match(stated, found[-1].end()):
+        return ""
+    if "=" not in found[-1][0] and _CHANGED_BEFORE.search(stated[: found[-1].start()]):
         return ""
     return _ARTICLE.sub("", _DASH.sub("", found[-1][0].strip(" ,;:"))).rstrip(".")
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from covey.config import RunError
 from covey.data import Group
-from covey.llm.rewards.reward_call import FAILURES_ALLOWED, InvalidRewardOutput, Results, RewardCallError
-from covey.llm.rewards.runner import RewardHung
+from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.runner import FAILURES_ALLOWED, RewardHung
 from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
+from covey.runtime.worker.child import InvalidResult
+from covey.runtime.worker.process import CallError
 
 Call = tuple[list[Group], Future[Results] | None]  # None: a function that is called when its turn comes
 
@@ -68,7 +70,7 @@ class RewardCalls:
             part, call = calls.popleft()
             try:
                 results += _placed(part, self._wait(reward, part, call))
-            except RewardCallError as error:
+            except CallError as error:
                 if len(part) > 1:
                     log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
                     calls.extendleft(([group], None) for group in reversed(part))
@@ -85,7 +87,7 @@ class RewardCalls:
             if call is None:
                 return reward.evaluate(groups, reward.timeout_seconds)
             return reward.received(call.result(), groups)
-        except (InvalidRewardOutput, RewardHung) as error:
+        except (InvalidResult, RewardHung) as error:
             where = _place(groups[0]) if len(groups) == 1 else ""
             raise GradingError(f"reward {reward.name!r} {error}{where}") from None
 

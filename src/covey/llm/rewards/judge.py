@@ -12,27 +12,25 @@ from functools import partial
 from typing import Any
 
 from covey.config import RewardConfig
+from covey.config.addresses import endpoint
 from covey.config.files import user_path
-from covey.config.validate_judge import endpoint, question_of, request_fields, words_of
 from covey.llm.rewards.judge_client import JudgeSettings
-from covey.llm.rewards.pool import RewardPool
-from covey.llm.rewards.reward_call import InvalidRewardOutput, Results
-from covey.llm.rewards.runner import in_thread
+from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.runner import RewardPool, RewardRunner, in_thread
 from covey.runtime.cache import cache_folder
+from covey.runtime.worker.child import InvalidResult
 
 CLIENT = "covey.llm.rewards.judge_client:grade"
 SPARE_SECONDS = 30.0  # of a call, beyond the deadlines of its questions
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-class Judge:
-    """Fills a template for every completion and asks a model for its score; implements `RewardRunner`.
+class Judge(RewardRunner):
+    """Fills a template for every completion and asks a model for its score.
 
     The questions are asked in a process of its own (`judge_client.py`), equal ones once. A question has its own
     deadline, so one without a reply costs its own rollout only.
     """
-
-    workers = 1  # of the grader: the questions of one call are already side by side
 
     def __init__(self, config: RewardConfig) -> None:
         """The config is checked, and the template read.
@@ -40,12 +38,12 @@ class Judge:
         Raises:
             ConfigError: if the template cannot be read.
         """
-        self.template = question_of(config)
+        self.template = config.judge_question
         low, high = config.judge_range
-        words = words_of(config)
+        words = config.judge_scores
         self.settings = JudgeSettings(
             address=endpoint(config.judge),
-            request=request_fields(config),
+            request=config.judge_body,
             score={
                 "low": low, "high": high, "pattern": config.judge_pattern, "field": config.judge_field, "words": words,
             },
@@ -68,8 +66,8 @@ class Judge:
             seconds: not used, because the config has a deadline for each question.
 
         Raises:
-            RewardCallError: if the process of the client ended.
-            InvalidRewardOutput: if the template names a column that the data does not have.
+            CallError: if the process of the client ended.
+            InvalidResult: if the template names a column that the data does not have.
         """
         questions = self._questions(arguments)
         different = list(dict.fromkeys(questions))
@@ -102,7 +100,7 @@ class Judge:
         for name in _PLACE.findall(self.template):
             if name not in columns:
                 there = ", ".join(f"{{{name}}}" for name in columns if name not in ("prompts", "completions"))
-                raise InvalidRewardOutput(f"has {{{name}}} in its question, but there is only {there}")
+                raise InvalidResult(f"has {{{name}}} in its question, but there is only {there}")
         return [
             _PLACE.sub(lambda match, row=row: _text(columns[match[1]][row]), self.template)  # type: ignore[misc]
             for row in range(len(arguments["completions"]))

@@ -37,18 +37,18 @@ _PLAIN = tuple(
             r"\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|(?:[Ll]arg|[Hh]ug)e|LARGE|textdollar|bf|rm|bm|boldsymbol|underline|!)(?![A-Za-z])",
             "",
         ),
-        (r"\\\\|[~&]|\\(?:therefore|Omega)\b", " "),
-        (r"\\(?:[,;:> ]|q?quad\b)", " "),
+        (r"\\\\|[~&]|\\(?:therefore|Omega)(?![A-Za-z])", " "),
+        (r"\\(?:[,;:> ]|q?quad(?![A-Za-z]))", " "),
         (r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", ","),
         (r"(?<=[0-9])\{,\}", "."),
         (r"\\(?:(?:text|math)(?:bf|it|rm|normal|sf|tt)?|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
         (rf"\\[dtc]?frac{_ABOVE}{_ABOVE}", r" \1\2/\3\4 "),
         (r"\^\s?\{\s?([-+]?[0-9]+)\s?\}", r"^\1"),
         (r"\\[dtc]?frac\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}\s?\{([^{}0-9]*(?:\^[0-9]\s?)?)\}", r"\1/\2"),  # of units
-        (r"\s?\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\(?:text)?degrees?\b", "°"),
-        (r"\\(?:times|cdot|ast)\b|[×·⋅∙]|(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))", "*"),
-        (r"\\(?:approx|simeq)\b|≃", "≈"),
-        (r"\\(?:pounds|euro)\b", "€"),
+        (r"\s?\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\(?:text)?degrees?(?![A-Za-z])", "°"),
+        (r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∙]|(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))", "*"),
+        (r"\\(?:approx|simeq)(?![A-Za-z])|≃", "≈"),
+        (r"\\(?:pounds|euro)(?![A-Za-z])", "€"),
         (r"(?<=[0-9])\*\*(?=[-+]?[0-9])", "^"),
         (r"\\(?=[%_#&])", ""),
         (r"\*\*|\\?\$|[`\"]|\\[()\[\]]|(?<![^\W_])_(?=[-0-9])|(?<=[0-9])_(?=\W*\Z)", " "),
@@ -57,7 +57,14 @@ _PLAIN = tuple(
         (r"\A\s*\(?[A-Ha-h]\)\s*(?=.*[0-9])", ""),  # the letter of a choice
         (r"\b([ap])\.m\.", r"\1m"),
         (r"(?<=[0-9])\s?\^\s?\{?\s?(?=(?:st|nd|rd|th)\b)|(?<=th)\s?\}", ""),
+        (r"(?<=[0-9)%])\s[xX]\s(?=\W?[0-9(])", " * "),
+        (":=", "="),
         (r"\bup to\b", "at most"),
+        (r"\s(?:equals|is equal to)\s", " = "),
+        (
+            r"(?<=[\w$])\san?\s(?=(?:day|week|month|year|hour|minute|second|piece|person|night|dozen|pound|mile)s?\b)",
+            " per ",
+        ),
         (r"\s+", " "),
     )
 )
@@ -103,6 +110,7 @@ _UNITS = (
     "eighteen nineteen"
 )
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_PARTS = {"half": Fraction(1, 2), "third": Fraction(1, 3), "quarter": Fraction(1, 4)}
 _SPELLED = {word: number for number, word in enumerate(_UNITS.split())} | {
     word: 10 * number for number, word in enumerate(_TENS.split(), 2)
 }
@@ -111,7 +119,7 @@ _NAME = re.compile(r"\s?(?:m?\\angle\s?)?\\?[A-Za-z]+'?(?:_(?:\w|\{\w*\}))?\s?(?
 _SEVERAL = re.compile(r"(?<![0-9]),|,(?![0-9]{3})|[;<>±≠≤≥]|!\s?\Z|\b(?:or|and)\b")
 _UNKNOWN = re.compile(
     rf"{_SEVERAL.pattern}|[0-9][A-Za-z\\]|(?<![A-Za-z\\])(?!(?<=[0-9]\s)[mghsL])[A-Za-z](?![A-Za-z])"
-    r"|\\(?!angle|sqrt|frac)"
+    r"|\\(?!angle|sqrt|[dt]?frac|[dt]?binom|[lr](?:floor|ceil|vert)|log|ln|sin|cos|tan|gcd)"
 )
 _RELATION = re.compile(
     r"(?<![0-9]),|,(?![0-9])|[;<>±≠≤≥\[\]?]|[0-9]\s?[:_]|\\(?:[lg]eq?|[lg]t|n?eq?|pm|mp|in|to|cup|cap|langle|begin|[{}])(?![A-Za-z])"
@@ -226,8 +234,11 @@ def _value(match: re.Match[str]) -> Number | None:
 
 
 def _spelled(text: str) -> Number | None:
-    """The number of English words such as "negative twenty-one" or "two hundred and five"."""
-    sign, *words = re.split(r"[\s-]+", text.lower())
+    """The number of English words such as "negative twenty-one", "two hundred and five" or "three and a half"."""
+    text, percent = re.subn(r"\s?(?:%|percent|per cent)\Z", "", text.lower())
+    text = re.sub(r"\Aa\s(?=hundred|thousand|million|billion|trillion)", "one ", text)
+    part = re.search(r"(?:\A|\sand )(?:a|one)[\s-](half|third|quarter)\Z", text)
+    sign, *words = re.split(r"[\s-]+", (text[: part.start()] or "zero") if part else text)
     negative = sign in ("negative", "minus")
     total = group = 0
     room = 1000  # the next word of a number is smaller than the one before
@@ -241,7 +252,7 @@ def _spelled(text: str) -> Number | None:
             total, group, room = total + group * _SCALES[word], 0, 1000
         elif word != "and" or not total + group:
             return None
-    return Number(Fraction((total + group) * (-1) ** negative))
+    return Number((total + group + (_PARTS[part[1]] if part else 0)) * (-1) ** negative, bool(percent))
 
 
 def number_pairs(

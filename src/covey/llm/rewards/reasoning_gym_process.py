@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -21,7 +20,7 @@ from typing import Any
 
 from covey.config.fields import did_you_mean
 from covey.llm.rewards.answer_text import completion_text
-from covey.llm.rewards.worker import MARK
+from covey.runtime.worker.child import MARK, limit_resources
 
 MOST_MEMORY_BYTES = 8 << 30  # of address space
 LONGEST_EXPRESSION = 2000  # characters
@@ -53,16 +52,8 @@ def _limit_resources() -> None:
     """Limit memory, and forbid core dumps, new processes and written files, in the process of a worker."""
     if MARK not in os.environ:
         return
-    for limit, value in (
-        (resource.RLIMIT_AS, MOST_MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(limit, (value, value))
+    with contextlib.suppress(ValueError, OSError):
+        limit_resources(AS=MOST_MEMORY_BYTES, CORE=0, FSIZE=0, NPROC=0)
 
 
 from reasoning_gym import factory  # noqa: E402 -- it starts threads, which the limits would forbid

@@ -1,46 +1,48 @@
-"""Calls a reward function and checks its results, in the run's process or in that of `worker.py`.
+"""Calls a reward function and checks its results, in the run's process or as the service of a worker.
+
+A function has TRL's signature, `f(prompts, completions, **columns) -> list`, or one of these, which are recognised by
+the names of their parameters:
+
+    verl        compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": ..., ...}
+    verifiers   f(prompt, completion, answer, **kwargs) -> float, and of a group: f(completions, answers) -> list
 
 This file imports the standard library only, so that the worker starts in milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-import os
-import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from covey.runtime.worker.child import InvalidResult, Message, limit_resources, load_function, shown
+
 ENVIRONMENTS = "environments"  # argument with the attributes of the conversations' environments, as objects
-FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts that may have no reward
-LONGEST_MESSAGE = 300  # characters of an exception in a message
 LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
-_OWN_NAMES = ("reward_call.py", "worker.py", "runner.py", "reward_process.py", "adapters.py")
-_OWN_FILES = {str(Path(__file__).with_name(name)) for name in _OWN_NAMES}
-_OWN_FILES |= {
-    str(Path(__file__).parents[1] / "conversation" / name)
-    for name in ("environment.py", "environment_worker.py", "tools.py")
-}
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+VERL = {"data_source", "solution_str", "ground_truth"}
+PLURALS = {"answers": "answer", "infos": "info", "tasks": "task"}  # of verifiers' group functions
+WITHOUT_ROWS = ("trainer_state", "log_metric", "log_extra")  # arguments that are no lists
 
 
-class RewardCallError(Exception):
-    """The call gave no rewards: the function raised, or its process ended."""
+def begin(setup: Message) -> tuple[Message, Callable[[Message], Message]]:
+    """The service of a worker: loads the function `setup["load"]`, with a limit of `memory_mib` if it is not 0."""
+    function = load_function(setup["load"])
+    if setup["memory_mib"]:
+        limit_resources(AS=setup["memory_mib"] << 20, FSIZE=0, CORE=0)
+    return {}, partial(_answer, function)
 
 
-class RewardTimeout(RewardCallError):
-    """The call was still running at its deadline."""
-
-
-class InvalidRewardOutput(Exception):
-    """The call returned something other than one number or None per completion, or logged something unusable."""
+def _answer(function: Callable[..., Any], request: Message) -> Message:
+    if "text" in request:
+        return {"positions": checked_positions(function(request["text"]), len(request["text"]))}
+    return vars(call_function(function, request["arguments"], request["global_step"], request["step_counts"]))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Log:
         self.count = count
         self.metrics: dict[str, list[float]] = {}
         self.extras: dict[str, list[Any]] = {}
-        self.error: InvalidRewardOutput | None = None
+        self.error: InvalidResult | None = None
 
     def log_metric(self, name: str, value: Any) -> None:
         """Record a number; a run reports the mean of the finite numbers over the calls of a step."""
@@ -98,8 +100,8 @@ class Log:
             raise self._wrong(f"called {function} with the name {shown(name)}: a short text is needed")
         return f"{function}({name!r}, ...)"
 
-    def _wrong(self, message: str) -> InvalidRewardOutput:
-        self.error = self.error or InvalidRewardOutput(message)
+    def _wrong(self, message: str) -> InvalidResult:
+        self.error = self.error or InvalidResult(message)
         return self.error
 
 
@@ -109,7 +111,7 @@ def call_function(
     global_step: int,
     step_counts: Sequence[int] | None = None,
 ) -> Results:
-    """Call with TRL's signature; a coroutine is awaited. Returns one float or None per completion.
+    """Call a function in any of the signatures; a coroutine is awaited. Returns one float or None per completion.
 
     With `step_counts`, the number of reasoning steps of every completion, it returns one list or None per completion,
     with one float for each step.
@@ -119,12 +121,13 @@ def call_function(
     `log_metric(name, value)` and `log_extra(column, values)`.
 
     Raises:
-        InvalidRewardOutput: for a wrong count, or a value that is not a number.
+        InvalidResult: for a wrong count, or a value that is not a number.
         TypeError: if the function needs an argument that is no column of the data.
         Exception: any that the function raises.
     """
     count = len(arguments["completions"])  # the function may change its arguments
     log = Log(count)
+    function = adapted(function, arguments)
     results = function(**_accepted(function, arguments, global_step, log))
     if inspect.isawaitable(results):
         import asyncio  # slow to import, and rarely needed
@@ -137,16 +140,6 @@ def call_function(
     if log.error is not None:
         raise log.error
     return Results(values, log.metrics, log.extras)
-
-
-def call_on_text(function: Callable[..., Any], text: str) -> list[int]:
-    """Call a boundary function on one text; returns its positions.
-
-    Raises:
-        InvalidRewardOutput: if they are not a list of whole numbers.
-        Exception: any that the boundary function raises.
-    """
-    return checked_positions(function(text), len(text))
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global_step: int, log: Log) -> dict[str, Any]:
@@ -178,24 +171,22 @@ def checked_values(results: Any, count: int, step_counts: Sequence[int] | None =
     values = list_of(results, count)
     if values is None:
         what = "numbers" if step_counts is None else "lists"
-        raise InvalidRewardOutput(f"returned {shown(results)} instead of a list of {count} {what}")
+        raise InvalidResult(f"returned {shown(results)} instead of a list of {count} {what}")
     if len(values) != count:
-        raise InvalidRewardOutput(f"returned {_length_of(results, values, count)} results for {count} completions")
+        raise InvalidResult(f"returned {_length_of(results, values, count)} results for {count} completions")
     if step_counts is None:
         return [_number(value) for value in values]
     return [_step_numbers(value, steps) for value, steps in zip(values, step_counts, strict=True)]
 
 
 def checked_positions(results: Any, length: int) -> list[int]:
-    """Results of a boundary function as plain integers. Raises InvalidRewardOutput for anything else."""
+    """Results of a boundary function as plain integers. Raises InvalidResult for anything else."""
     positions = list_of(results, length + 1)
     if positions is None or len(positions) > length + 1:
-        raise InvalidRewardOutput(f"returned {shown(results)} instead of a list of positions in the text")
+        raise InvalidResult(f"returned {shown(results)} instead of a list of positions in the text")
     for position in positions:
         if not hasattr(position, "__index__"):  # NumPy's whole numbers have it too
-            raise InvalidRewardOutput(
-                f"returned {shown(position)} where a position in the text, a whole number, is needed"
-            )
+            raise InvalidResult(f"returned {shown(position)} where a position in the text, a whole number, is needed")
     return [int(position) for position in positions]
 
 
@@ -223,20 +214,18 @@ def _step_numbers(value: Any, count: int) -> list[float] | None:
         return None
     items = list_of(value, count)
     if items is None:
-        raise InvalidRewardOutput(
+        raise InvalidResult(
             f"returned {shown(value)} for a completion of {count} steps: with per_step = true a list is needed, one "
             "number for each of its `steps`"
         )
     numbers = [_number(item) for item in items]
     if len(numbers) != count:
-        raise InvalidRewardOutput(
+        raise InvalidResult(
             f"returned {_length_of(value, items, count)} numbers for a completion of {count} steps: give one for each "
             "item of `steps`"
         )
     if None in numbers:
-        raise InvalidRewardOutput(
-            "returned None for a step: give every step a number, or None in place of the whole list"
-        )
+        raise InvalidResult("returned None for a step: give every step a number, or None in place of the whole list")
     return numbers  # type: ignore[return-value]
 
 
@@ -247,7 +236,7 @@ def _number(value: Any) -> float | None:
     if number is None:
         steps = isinstance(value, (list, tuple))
         fix = "; for one number for each reasoning step set per_step = true" if steps else ""
-        raise InvalidRewardOutput(f"returned {shown(value)} where a number or None is needed{fix}")
+        raise InvalidResult(f"returned {shown(value)} where a number or None is needed{fix}")
     return number
 
 
@@ -259,45 +248,113 @@ def _float_of(value: Any) -> float | None:
         return None
 
 
-# ---- one line for the user ----
+# ---- signatures of other libraries ----
 
 
-def shown(value: Any) -> str:
-    """The type of a value and the beginning of its repr, in one printable line, even if its methods raise."""
-    if value is None:
-        return "None"
+def adapted(function: Callable[..., Any], columns: Collection[str]) -> Callable[..., Any]:
+    """The function with TRL's signature.
+
+    A function of single completions is called once for each; coroutines are awaited together. If verl's function
+    returns a dict, its "score" is the reward, and its other values are logged as columns (`log_extra`).
+
+    Args:
+        function: in any of the signatures.
+        columns: names of the arguments of the call.
+    """
     try:
-        text = reprlib.repr(value)
-    except BaseException:
-        text = "(its repr raises)"
-    return one_printable_line(f"{type(value).__name__} {text:.60}")
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C have none
+        return function
+    if parameters.keys() >= VERL:
+        return _for_each(function, _verl_row)
+    if "completion" in parameters and "completions" not in parameters:
+        return _for_each(function, _verifiers_row)
+    plurals = {
+        plural: name
+        for plural, name in PLURALS.items()
+        if plural in parameters and plural not in columns and name in columns
+    }
+    if plurals:
+        return _with_plurals(function, plurals)
+    return function
 
 
-def one_line(error: BaseException) -> str:
-    """An exception in one printable line, with the line of the user's function that it passed through."""
-    try:
-        text = str.__getitem__(str(error), slice(4 * LONGEST_MESSAGE))  # a message may have gigabytes
-    except BaseException as another:
-        text = f"(its text cannot be shown: str() raised {type(another).__name__})"
-    text = one_printable_line(f"{type(error).__name__}: {text}")
-    return (text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "...") + _where(error)
+def _with_plurals(function: Callable[..., Any], plurals: Mapping[str, str]) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        given = arguments | {plural: arguments[name] for plural, name in plurals.items()}
+        return function(**_asked_for(function, given))
+
+    return call
 
 
-def printable(text: str) -> str:
-    """The text without control characters except line ends and tabs."""
-    return _CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
+def _for_each(
+    function: Callable[..., Any], row_of: Callable[[dict[str, Any], int], dict[str, Any]]
+) -> Callable[..., Any]:
+    """A function of lists that calls `function` with the arguments of each completion."""
+
+    def call(**arguments: Any) -> Any:
+        rows = [_asked_for(function, row_of(arguments, row)) for row in range(len(arguments["completions"]))]
+        results = [function(**row) for row in rows]
+        if any(map(inspect.isawaitable, results)):
+            return _awaited(results, arguments["log_extra"])
+        return _scores(results, arguments["log_extra"])
+
+    return call
 
 
-def one_printable_line(text: str) -> str:
-    return printable(" ".join(text.split()))
+async def _awaited(results: Sequence[Awaitable[Any]], log_extra: Callable[..., None]) -> list[Any]:
+    import asyncio  # slow to import, and rarely needed
+
+    return _scores(await asyncio.gather(*results), log_extra)
 
 
-def _where(error: BaseException) -> str:
-    """The first line of the traceback that is neither in covey nor in the import system or asyncio."""
-    step = error.__traceback__
-    while step is not None:
-        name = step.tb_frame.f_code.co_filename
-        if name not in _OWN_FILES and not name.startswith("<frozen") and f"{os.sep}asyncio{os.sep}" not in name:
-            return f" ({one_printable_line(Path(name).name)} line {step.tb_lineno})"
-        step = step.tb_next
-    return ""
+def _scores(results: Sequence[Any], log_extra: Callable[..., None]) -> list[Any]:
+    """The numbers among the results; the other values of dicts are logged."""
+    others = {name for result in results if isinstance(result, dict) for name in result if name != "score"}
+    for name in sorted(others, key=str):
+        log_extra(name, [result.get(name) if isinstance(result, dict) else None for result in results])
+    return [result["score"] if isinstance(result, dict) else result for result in results]
+
+
+def _row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
+    return {name: value if name in WITHOUT_ROWS else value[row] for name, value in arguments.items()}
+
+
+def _verl_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
+    columns = _row(arguments, row)
+    model = columns.get("reward_model")
+    if "ground_truth" not in columns and isinstance(model, dict) and "ground_truth" in model:
+        columns["ground_truth"] = model["ground_truth"]
+    elif "ground_truth" not in columns and "answer" in columns:
+        columns["ground_truth"] = columns["answer"]
+    text = columns["completions"]
+    return {"extra_info": None} | columns | {"solution_str": text if isinstance(text, str) else text[-1]["content"]}
+
+
+def _verifiers_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
+    columns = _row(arguments, row)
+    named = {"task": "default", "info": {}} | columns
+    if isinstance(named["info"], str):  # it may be JSON in the data
+        with contextlib.suppress(ValueError):
+            named["info"] = json.loads(named["info"])
+    named |= {"prompt": columns.pop("prompts"), "completion": columns.pop("completions")}
+    del named["prompts"], named["completions"]
+    state = {name: named[name] for name in ("prompt", "completion", "answer", "task", "info") if name in named}
+    return {"state": state} | named
+
+
+def _asked_for(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the function takes. Raises TypeError if it needs another one."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        taken = dict(given)
+    else:
+        taken = {name: value for name, value in given.items() if name in parameters}
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
+        )  # fmt: skip
+        if not optional and name not in given:
+            there = ", ".join(name for name in given if name not in WITHOUT_ROWS)
+            raise TypeError(f"it asks for {name!r}, but the data has only {there}")
+    return taken

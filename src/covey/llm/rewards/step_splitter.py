@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from covey.data import Rollout
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.reward_call import InvalidRewardOutput
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.runner import RewardPool
+from covey.runtime.worker.child import InvalidResult
 
 Boundary = Callable[[str], Sequence[int]]  # text -> positions (in characters) after its steps
 
@@ -64,7 +64,7 @@ class StepSplitter:
         """`boundary` is a key of `RULES`, or `file.py:function`, which a process of its own calls for each text."""
         self.boundary = boundary
         self.chat: Chat | None = None  # set when the model is loaded; before that steps have no tokens
-        self._process = None if boundary in RULES else RewardProcess(boundary)
+        self._process = None if boundary in RULES else RewardPool(boundary)
 
     def split(self, rollout: Rollout) -> list[str]:
         """The texts of a rollout's steps, whose concatenation is its text. Sets `step_ends` if the tokens are known.
@@ -72,7 +72,7 @@ class StepSplitter:
         The steps of a conversation are the turns of the model, whose ends the sampler has set.
 
         Raises:
-            RewardCallError: if the boundary function fails. InvalidRewardOutput: if it returns invalid positions.
+            CallError: if the boundary function fails. InvalidResult: if it returns invalid positions.
         """
         if rollout.messages is not None:
             return [str(message["content"]) for message in rollout.messages if message["role"] == "assistant"]
@@ -97,9 +97,9 @@ class StepSplitter:
         if self._process is None:
             found: Sequence[int] = RULES[self.boundary](text)
         else:
-            found = self._process.call_on_text(text, BOUNDARY_SECONDS)
+            found = self._process.positions(text, BOUNDARY_SECONDS)
             if any(not 0 <= position <= len(text) for position in found) or sorted(found) != list(found):
-                raise InvalidRewardOutput(
+                raise InvalidResult(
                     f"returned {found!r:.60} for a text of {len(text)} characters: give ascending positions in it"
                 )
         return sorted({position for position in found if text[:position].strip() and text[position:].strip()})

@@ -11,16 +11,14 @@ from typing import Any
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.judge import Judge
-from covey.llm.rewards.one_by_one import OneByOne
 from covey.llm.rewards.overlong import overlong
-from covey.llm.rewards.pool import RewardPool
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.runner import InProcess, RewardRunner
-from covey.llm.rewards.worker import load_function
+from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
+from covey.runtime.worker.child import load_function
 
 LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
@@ -88,7 +86,7 @@ class WeightedReward:
         return WeightedReward(
             name,
             _runner(config, device, precision),
-            {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
+            config.arguments,
             config.weight,
             config.score,
             config.timeout_seconds,
@@ -114,7 +112,9 @@ class WeightedReward:
 
     def start(self, groups: Sequence[Group]) -> Future[Results] | None:
         """Start a call for all rollouts of `groups` in the background, if the function runs outside this process."""
-        return self.caller.start(*self._call(groups, self.timeout_seconds)) if any(_gradable(groups)) else None
+        if not self.caller.early or not any(_gradable(groups)):
+            return None
+        return self.caller.start(*self._call(groups, self.timeout_seconds))
 
     def _call(self, groups: Sequence[Group], seconds: float) -> tuple[dict[str, Any], int, float, list[int] | None]:
         """The arguments of `RewardRunner.call`."""
@@ -187,7 +187,7 @@ def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunne
         pool = RewardPool(
             reward.function, config.process_count, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
         )
-        return OneByOne(pool, reward.arguments, shortcut)
+        return OneByOne(pool, tuple(config.arguments), shortcut)
     if reward.own_process:
         return RewardPool(reward.function, config.process_count, config.timeout_seconds)
     return InProcess(load_function(reward.function))

@@ -17,7 +17,7 @@ from covey.config import ConfigError
 from covey.config.files import parse_json
 from covey.config.named_modules import search_path
 from covey.llm.data.arrow import rows_as_written
-from covey.llm.rewards.worker import load_function
+from covey.runtime.worker.child import load_function
 
 
 def read_function(name: str) -> list[tuple[str, dict[str, Any]]]:

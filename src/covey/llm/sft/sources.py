@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.config import RunConfig
-from covey.config.validate_sft import is_function
+from covey.config.sft import is_function
 from covey.llm.conversation.warm_start import calculator_examples
 from covey.llm.data.sft_examples import Examples, check_rows, read_rows, split_examples
 from covey.llm.sft.function_rows import read_function

@@ -9,7 +9,6 @@ from typing import Any
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig
 from covey.config.fields import plural
-from covey.config.validate import check_task
 from covey.data import Start
 from covey.llm.data.arrow import rows_as_written
 from covey.llm.data.rows import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
@@ -40,7 +39,7 @@ class PromptDataset:
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of DatasetConfig."""
         self.config = config = checked(DatasetConfig, fields)
-        check_task(config)
+        config.check()
         self._take(read_data(config))
 
     def _take(self, data: Data) -> None:

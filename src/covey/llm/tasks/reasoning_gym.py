@@ -6,13 +6,11 @@ import weakref
 from typing import Any
 
 from covey.config import ConfigError, ReasoningGymConfig, RewardConfig
-from covey.config.validate import check_task
-from covey.config.validate_reasoning_gym import options_of
 from covey.data import Start
 from covey.llm.data.rows import stable_hash
-from covey.llm.rewards.reward_call import RewardCallError
-from covey.llm.rewards.reward_process import RewardProcess
+from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks.generated import checked
+from covey.runtime.worker.process import CallError
 
 PROCESS = "covey.llm.rewards.reasoning_gym_process"
 SECONDS_PER_CALL = 300.0  # to generate problems
@@ -42,9 +40,9 @@ class ReasoningGym:
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of ReasoningGymConfig."""
         self.config = checked(ReasoningGymConfig, fields)
-        check_task(self.config)
-        self._options = options_of(self.config)
-        self._process = RewardProcess(f"{PROCESS}:generate", SECONDS_PER_CALL)
+        self.config.check()
+        self._options = self.config.assigned_options
+        self._process = RewardPool(f"{PROCESS}:generate", load_seconds=SECONDS_PER_CALL)
         weakref.finalize(self, self._process.close)
         self._held_out = self._find_held_out()
 
@@ -99,7 +97,7 @@ class ReasoningGym:
         arguments = {"completions": seeds, "source_dataset": self.config.source_dataset, "options": self._options}
         try:
             made = self._process.call(arguments, 0, SECONDS_PER_CALL).extras
-        except RewardCallError as error:
+        except CallError as error:
             raise ConfigError(f"task reasoning_gym, data set {self.config.source_dataset}: {error}") from None
         if made["error"][0]:
             raise ConfigError(f"task reasoning_gym: {made['error'][0]}")

@@ -19,16 +19,16 @@ export class Findings {
     say(this.summary, !available ? "Nothing can be said yet." : findings.length ? `${count(findings.length, "finding")} in ${count(step, "step")}.` : step ? `Nothing found in ${count(step, "step")}.` : "The checks begin with the first step.");
     keyed(this.list, sorted, (f) => `${f.check} ${f.first_step}`, (f) => this.row(f), (element, f) => {
       say(element.querySelector(".finding-steps"), steps(f));
-      say(element.querySelector(".evidence"), f.evidence);
+      say(element.querySelector(".evidence"), sentence(f.evidence));
     });
   }
 
   row(f) {
     const name = f.check.replace(/_/g, " ").replace(/\bkl\b/, "KL");
     return h("li", { data: { severity: f.severity } },
-      h("details", {}, h("summary", {}, h("span", { class: "severity" }, SEVERITIES[f.severity] ?? f.severity), h("strong", {}, name.charAt(0).toUpperCase() + name.slice(1)), h("span", { class: "finding-steps" }), h("span", { class: "evidence" })),
-        h("dl", {}, h("dt", {}, "Why it matters"), h("dd", {}, f.explanation), h("dt", {}, "Remedy"), h("dd", {}, f.remedy)),
-        (f.metrics ?? []).length > 0 && h("p", { class: "see" }, "See ", f.metrics.map((metric) => h("button", { type: "button", class: "plain", on: { click: () => this.reveal(metric) } }, title(metric))))));
+      h("p", { class: "finding-head" }, h("span", { class: "severity" }, SEVERITIES[f.severity] ?? f.severity), h("strong", {}, name.charAt(0).toUpperCase() + name.slice(1)), h("span", { class: "finding-steps" })),
+      h("p", { class: "evidence" }), h("p", { class: "reason" }, sentence(f.explanation)), h("p", { class: "remedy" }, h("strong", {}, "Remedy: "), sentence(f.remedy)),
+      (f.metrics ?? []).length > 0 && h("p", { class: "see" }, "See ", f.metrics.map((metric) => h("button", { type: "button", class: "plain", on: { click: () => this.reveal(metric) } }, title(metric)))));
   }
 }
 
@@ -36,3 +36,5 @@ function steps({ first_step: first, last_step: last }) {
   if (first === null || first === undefined) return "";
   return first === last ? `step ${whole(first)}` : `steps ${whole(first)}\u2013${whole(last)}`;
 }
+
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;

@@ -59,6 +59,24 @@ export function ago(unixSeconds) {
 
 export const count = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
 
+// Round ends of an axis around numbers: (-0.038, 0.79) as [-0.2, 0.8].
+export function roundEnds(low, high) {
+  const rough = (high - low || Math.abs(high) || 1) / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 2.5, 5].find((each) => each * power >= rough * 0.999) ?? 10);
+  const end = (value, round) => +(round(+(value / step).toFixed(6)) * step).toPrecision(12);
+  return [end(low, Math.floor), low === high ? end(low, Math.floor) + step : end(high, Math.ceil)];
+}
+
+// True if an estimate has an interval: a single score and equal ones have none, because their spread is not known.
+export const hasInterval = (e) => known(e?.low) && known(e?.high) && e.low < e.high;
+
+// The direction of a change, if the intervals of both estimates are apart: "better", "worse" or "".
+export function direction(before, after) {
+  if (![before, after].every((e) => known(e?.low) && known(e?.high))) return "";
+  return after.low > before.high ? "better" : before.low > after.high ? "worse" : "";
+}
+
 // How a run of this kind names a decision and writes a score.
 export function vocabulary(run) {
   const language = run?.domain !== "control";
@@ -66,7 +84,9 @@ export function vocabulary(run) {
   return {
     language,
     kind,
+    measure: language ? kind : `${kind} ${run?.config?.environment?.id ?? ""}`.trim(), // runs of the same measure share an axis
     decision: language ? "token" : "action",
+    cut: language ? "cut" : "at the time limit", // which for an agent is often the best that it can do
     score: kind === "accuracy" ? percent : number,
     change: (value) => (kind === "accuracy" ? signed(100 * value, (v) => number(v)) + " points" : signed(value)),
     unit: (text) => {

@@ -3,6 +3,7 @@
 import { api, latest } from "./api.js";
 import { debounce, h, put, say, segmented, select } from "./dom.js";
 import { count, number, vocabulary, whole } from "./format.js";
+import { report } from "./inlined.js";
 import { block, promptBlock } from "./plain_text.js";
 import { columnsTable } from "./rollouts.js";
 import { router } from "./router.js";
@@ -60,7 +61,8 @@ export class HeldOut {
     const right = this.words.kind === "accuracy";
     const names = [["", "all", all], ["better", right ? "wrong \u2192 right" : "better", changes.better], ["worse", right ? "right \u2192 wrong" : "worse", changes.worse], ["same", "same score", changes.same], ["truncated", "cut at the limit", changes.truncated]];
     put(this.kinds, names.map(([key, label, n]) => h("button", { type: "button", class: key, "aria-pressed": String(key === kind), on: { click: () => router.go({ params: { kind: key || null, offset: null } }) } }, label, n === undefined ? null : h("b", {}, whole(n)))));
-    say(this.status, answers.length ? `Answers ${whole(offset + 1)}\u2013${whole(offset + answers.length)} of ${whole(total ?? all)}` : "No answer matches.");
+    const left = report ? `; the report has ${whole(report.answers[`runs/${this.detail.id}/held_out`].answers.length)} of ${whole(all)}, those that changed most` : "";
+    say(this.status, answers.length ? `Answers ${whole(offset + 1)}\u2013${whole(offset + answers.length)} of ${whole(total ?? all)}${left}` : "No answer matches.");
     put(this.list, answers.map((each) => this.row(each, answer, text)));
     const link = (to, label) => h("a", { class: "button", href: router.link({ params: { offset: to || null } }) }, label);
     put(this.pages, offset > 0 && link(Math.max(0, offset - PAGE), "\u2039 Previous"), next !== null && next !== undefined && link(next, "Next \u203a"));

@@ -10,7 +10,7 @@
 //   overview        result + findings + curves               result        before and now, with intervals
 //   findings        the diagnosis                            curves        sections of charts with one cursor and zoom
 //   chart           one uPlot, its readout and its table     metric_store  downsampled numbers, smoothing, alignment
-//   sections        which curve belongs where
+//   sections        which curve belongs where             inlined        the answers that a report has in its file
 //   rollouts        groups of a step and their siblings      step_picker   the choice of a step
 //   rollout_card    one sibling                              token_text    tokens with numbers, tinted by `tints`
 //   search          rollouts of the whole run                held_out      answers of two evaluations
@@ -21,6 +21,7 @@
 import { api, ServerGone } from "./api.js";
 import { h, say, throttle } from "./dom.js";
 import { HeldOut } from "./held_out.js";
+import { report } from "./inlined.js";
 import { helpDialog, startKeys } from "./keys.js";
 import { live } from "./live.js";
 import { Overview } from "./overview.js";
@@ -28,7 +29,7 @@ import { Config, Files } from "./plain_views.js";
 import { Rollouts } from "./rollouts.js";
 import { router } from "./router.js";
 import { RunHead, VIEW_NAMES, viewsOf } from "./run_head.js";
-import { RunsList } from "./runs_list.js";
+import { MAX_SHOWN, RunsList } from "./runs_list.js";
 import { Search } from "./search.js";
 import { startTheme, theme } from "./theme.js";
 
@@ -71,7 +72,7 @@ async function open(kind, route, before) {
   head.update(detail, { ...route, view: kind });
   place.replaceChildren(view.el);
   if (!head.el.isConnected) main.replaceChildren(head.el, trouble, place);
-  document.title = `${detail.name} \u00b7 ${VIEW_NAMES[kind]} \u00b7 covey watch`;
+  document.title = `${detail.name} \u00b7 ${VIEW_NAMES[kind]} \u00b7 covey ${report ? "report" : "watch"}`;
   scrollTo(0, 0);
   if (before) head.name.focus({ preventScroll: true });
   if (before) announce(`${VIEW_NAMES[kind]} of ${detail.name}`);
@@ -85,7 +86,8 @@ async function updateView(route) {
 
 function home() {
   const first = list.first();
-  if (first) return router.go({ view: "overview", run: first.id, params: {}, keep: false }, { replace: true });
+  const others = report ? list.ids().slice(1, MAX_SHOWN).join() : "";
+  if (first) return router.go({ view: "overview", run: first.id, params: { vs: others }, keep: false }, { replace: true });
   view?.destroy?.();
   view = null;
   shown = { view: null, run: null };
@@ -213,8 +215,18 @@ async function start() {
   });
   router.onChange(show);
   await loadRuns();
-  live.start();
+  if (report) dressReport();
+  else live.start();
   await show(router.current, null);
+}
+
+// A report says what it is and what it leaves out; of one run it has no list.
+function dressReport() {
+  say(byId("product"), "report");
+  say(byId("connection"), report.title);
+  document.body.classList.add("report");
+  document.body.classList.toggle("alone", list.ids().length === 1);
+  byId("main").after(h("footer", { class: "hint" }, `Written by covey ${report.version} on ${report.written}. The curves have fewer points than steps if the run is long; of rollouts and held-out answers a part is shown, and long texts are cut. Everything is in the run folders: covey watch, covey show, covey runs export.`));
 }
 
 start();

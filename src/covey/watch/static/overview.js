@@ -2,7 +2,7 @@
 
 import { api, latest } from "./api.js";
 import { Curves } from "./curves.js";
-import { h, put, throttle } from "./dom.js";
+import { h, put, say, throttle } from "./dom.js";
 import { Findings } from "./findings.js";
 import { bytes, number, seconds, vocabulary, whole } from "./format.js";
 import { byKind, results } from "./result.js";
@@ -12,10 +12,12 @@ import { overlaid } from "./runs_list.js";
 export class Overview {
   constructor(detail) {
     this.detail = detail;
-    this.result = h("section", { class: "panel", "aria-labelledby": "result" }, h("h2", { id: "result" }, "Result so far"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the evaluations" }));
+    this.result = h("section", { class: "panel", "aria-labelledby": "result" }, h("h2", { id: "result" }, "Result"), (this.verdict = h("p", { class: "verdict" })), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the evaluations" }));
     this.kinds = h("div", { class: "scroll by-kind", tabIndex: 0, role: "region", "aria-label": "Table of the results by kind of problem", hidden: true });
+    this.next = h("p", { class: "next", hidden: true }, h("strong", {}, "Next: "), h("span", {}));
     this.facts = h("dl", { class: "fact-list" });
-    this.result.append(this.kinds, this.facts);
+    this.iterations = h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Trainings of the reward model", hidden: true });
+    this.result.append(this.kinds, this.next, this.iterations, this.facts);
     this.findings = new Findings((metric) => this.curves?.reveal(metric));
     this.differences = h("section", { class: "panel differences", hidden: true, "aria-labelledby": "differences" }, h("h2", { id: "differences" }, "What differs"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table of the settings that differ" }));
     this.place = h("section", { "aria-label": "Curves" });
@@ -45,6 +47,14 @@ export class Overview {
 
   drawTop() {
     this.top.classList.toggle("several", this.details.length > 1);
+    const { verdict, next, iterations } = this.detail;
+    this.verdict.hidden = !verdict || this.details.length > 1;
+    this.verdict.dataset.outcome = verdict?.outcome ?? "";
+    say(this.verdict, verdict?.text ?? "");
+    this.next.hidden = !next || this.details.length > 1;
+    say(this.next.lastChild, next ?? "");
+    this.iterations.hidden = !iterations?.length || this.details.length > 1;
+    put(this.iterations, trainings(iterations ?? []));
     put(this.result.querySelector(".scroll"), results(this.details));
     const written = JSON.stringify(this.details.map((detail) => [detail.id, detail.evaluations?.[0]?.kinds]));
     if (written !== this.shownKinds) { // otherwise the place in the table stays
@@ -84,11 +94,20 @@ export class Overview {
   }
 }
 
+// The trainings of the reward model of an iterative run.
+function trainings(iterations) {
+  const heads = ["training", "after step", "rank agreement before", "after"];
+  const agreement = (each, when) => number(each[when]?.rank_agreement);
+  return h("table", {}, h("caption", {}, "Trainings of the reward model. Rank agreement: how often it scores a right completion of the current policy above a wrong one."),
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+    h("tbody", {}, iterations.map((each, i) => h("tr", {}, [whole(i + 1), whole(each.step), agreement(each, "before"), agreement(each, "after")].map((text) => h("td", {}, text))))));
+}
+
 function facts(detail) {
   const summary = detail.summary ?? {};
   const words = vocabulary(detail);
   const rows = [
-    ["recipe", detail.recipe], ["time", summary.seconds !== undefined ? seconds(summary.seconds) : null],
+    ["recipe", detail.recipe], ["time", typeof summary.seconds === "number" ? seconds(summary.seconds) : null],
     ["tokens sampled", words.language && summary.decisions_sampled ? whole(summary.decisions_sampled) : null],
     ["environment steps", summary.environment_steps ? whole(summary.environment_steps) : null], ["episodes", summary.episodes ? whole(summary.episodes) : null],
     ["expected return", summary.expected_return ? number(summary.expected_return) : null],
@@ -98,8 +117,9 @@ function facts(detail) {
 }
 
 export function flat(table, prefix = "") {
+  const isTable = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
   return Object.entries(table ?? {}).flatMap(([key, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value) ? flat(value, `${prefix}${key}.`) : [[`${prefix}${key}`, typeof value === "string" ? value : JSON.stringify(value)]]);
+    isTable(value) ? flat(value, `${prefix}${key}.`) : Array.isArray(value) && value.length && value.every(isTable) ? value.flatMap((each, i) => flat(each, `${prefix}${key}[${i + 1}].`)) : [[`${prefix}${key}`, typeof value === "string" ? value : JSON.stringify(value)]]);
 }
 
 // The settings that are not the same in all shown runs.

@@ -44,7 +44,8 @@ function marked(text, find) {
 // A block of model output. Long text is cut, with a button that shows the rest.
 export function block(text, { find = "", label = "text", limit = SHOWN_AT_FIRST } = {}) {
   const whole = text ?? "";
-  const box = h("div", { class: "output", dir: "auto" });
+  const scrolls = whole.length > 400 || whole.split("\n").length > 10; // then the keyboard must reach it
+  const box = h("div", { class: "output", dir: "auto", ...(scrolls ? { tabIndex: 0, role: "group", "aria-label": label } : {}) });
   const show = (length) => box.replaceChildren(nodes(whole.slice(0, length), find.toLowerCase()));
   if (!whole) box.append(h("span", { class: "nothing" }, "(empty)"));
   else show(limit);

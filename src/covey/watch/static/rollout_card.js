@@ -7,7 +7,7 @@ import { TokenText } from "./token_text.js";
 import { failure, modelTurns, tokensByTurn, turnList } from "./turns.js";
 
 const ENDS = {
-  stop: "ended by itself", terminated: "episode ended", length: "cut at the token limit", truncated: "stopped by the time limit", cut: "cut by the sampler",
+  stop: "ended by itself", terminated: "episode ended", length: "cut at the token limit", truncated: "reached the time limit", cut: "cut by the sampler",
 };
 const ENDS_OF_CONVERSATIONS = { terminated: "ended by the environment", length: "cut at the limit of turns or tokens", cut: "ended by a failure" };
 
@@ -51,7 +51,7 @@ function parts({ reward_parts: table }) {
 
 function facts({ end, decisions, version, truncated, baseline, turns }, words, shared) {
   const ends = turns ? { ...ENDS, ...ENDS_OF_CONVERSATIONS } : ENDS;
-  return h("p", { class: "rollout-facts" }, h("span", { class: truncated ? "chip warn" : "chip" }, ends[end] ?? String(end ?? "")), turns && `${count(modelTurns(turns), "turn")} \u00b7 `, count(decisions ?? 0, words.decision),
+  return h("p", { class: "rollout-facts" }, h("span", { class: truncated && words.language ? "chip warn" : "chip" }, ends[end] ?? String(end ?? "")), turns && `${count(modelTurns(turns), "turn")} \u00b7 `, count(decisions ?? 0, words.decision),
     baseline === null || baseline === undefined || baseline === shared ? null : ` \u00b7 baseline ${number(baseline)}`, version === null || version === undefined ? null : ` \u00b7 weights ${version}`);
 }
 

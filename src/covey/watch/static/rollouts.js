@@ -46,7 +46,7 @@ export class Rollouts {
     if (!answer) return;
     Object.assign(this, { step, stale: false, groups: answer.groups });
     const silent = answer.groups.filter((group) => !group.signal).length;
-    say(this.groupsHead, `${count(answer.groups.length, "group")} in step ${whole(step)}, ${silent} without signal${answer.damaged ? `, ${count(answer.damaged, "damaged line")}` : ""}`);
+    say(this.groupsHead, `${count(answer.groups.length, "group")} in step ${whole(step)}, ${silent} without signal${answer.left_out ? `; ${answer.left_out} with less spread of rewards left out` : ""}${answer.damaged ? `, ${count(answer.damaged, "damaged line")}` : ""}`);
     if (!answer.groups.length) put(this.body, h("p", { class: "empty" }, "This step has no readable rollouts."));
   }
 
@@ -76,7 +76,7 @@ export class Rollouts {
     return h("li", {}, h("a", { data: { signal: g.signal ? "yes" : "no" } },
       h("span", { class: "group-number" }, g.group), h("span", { class: "group-prompt" }, line(g.prompt, { length: 70 })),
       h("span", { class: "group-mean" }, number(g.reward_mean)), h("span", { class: "spread", "aria-hidden": "true", vars: { "--low": at(g.reward_low), "--high": at(g.reward_high), "--mean": at(g.reward_mean) } }, h("i", {}), h("b", {})),
-      h("span", { class: "group-flags" }, g.dropped ? "dropped" : g.signal ? `\u00b1${number(g.reward_std, 2)}` : "no signal", g.failed ? ` \u00b7 ${g.failed} failed` : "", g.truncated ? ` \u00b7 ${g.truncated} cut` : "")));
+      h("span", { class: "group-flags" }, g.dropped ? "dropped" : g.signal ? `\u00b1${number(g.reward_std, 2)}` : "no signal", g.failed ? ` \u00b7 ${g.failed} failed` : "", g.truncated ? ` \u00b7 ${g.truncated} ${this.words.cut}` : "")));
   }
 
   async loadGroup(step, number_) {
@@ -91,13 +91,14 @@ export class Rollouts {
   }
 
   drawGroup() {
-    const { prompt, model_prompt: read, columns, baseline, rollouts, dropped, signal } = this.group;
+    const { prompt, model_prompt: read, columns, baseline, rollouts, dropped, signal, left_out: left } = this.group;
     const rewards = rollouts.map((r) => r.reward).filter((v) => v !== null);
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
     this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, baseline, find: this.params.find ?? "" }));
     this.siblings = h("div", { class: "sibling-grid" }, this.cards.map((card) => card.el));
-    const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `truncated ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
-      signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null];
+    const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `${this.words.cut} ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
+      signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null,
+      left ? `${count(left, "rollout")} between the best and the worst left out` : null];
     put(this.body,
       h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt, this.params.find) : block(`seed ${promptText(prompt)}`), read ? h("details", { class: "model-prompt" }, h("summary", {}, "As the model reads it"), block(read, { find: this.params.find, label: "prompt" })) : null, columnsTable(columns)),
       h("p", { class: "group-facts" }, facts.filter(Boolean).join(" \u00b7 ")), this.siblings);

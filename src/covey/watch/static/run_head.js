@@ -2,13 +2,19 @@
 
 import { h, put, say } from "./dom.js";
 import { seconds, whole } from "./format.js";
+import { report } from "./inlined.js";
 import { router } from "./router.js";
 import { STATES } from "./runs_list.js";
 
-export const VIEW_NAMES = { overview: "Overview", rollouts: "Rollouts", search: "Search", "held-out": "Held-out", files: "Pictures", config: "Config" };
+export const VIEW_NAMES = { overview: "Overview", rollouts: "Rollouts", search: "Search", "held-out": "Held-out", files: "Pictures", config: "Settings" };
 
 export function viewsOf(detail) {
   const views = ["overview"];
+  if (report) {
+    if (detail.steps_with_rollouts.length) views.push("rollouts");
+    if (detail.held_out_steps.length) views.push("held-out");
+    return [...views, "config"];
+  }
   if ((detail.steps_with_rollouts ?? []).length || detail.domain !== "control") views.push("rollouts", "search");
   if (detail.domain !== "control" || (detail.held_out_steps ?? []).length) views.push("held-out");
   if ((detail.files ?? []).length || detail.domain === "control") views.push("files");

@@ -2,10 +2,11 @@
 
 import { h, keyed, say } from "./dom.js";
 import { ago, vocabulary, whole } from "./format.js";
+import { report } from "./inlined.js";
 import { router } from "./router.js";
 
 export const STATES = { running: "running", finished: "finished", stopped: "stopped", crashed: "crashed" };
-const MAX_SHOWN = 6; // runs in one chart, as many as there are colours
+export const MAX_SHOWN = 6; // runs in one chart, as many as there are colours
 
 export const overlaid = (params) => (params.vs ?? "").split(",").filter(Boolean);
 
@@ -36,7 +37,11 @@ export class RunsList {
   // The run to open when the address names none: one that is running, else the one that changed last.
   first() {
     const all = [...this.runs.values()];
-    return all.find((run) => run.state === "running") ?? all[0] ?? null;
+    return (report ? null : all.find((run) => run.state === "running")) ?? all[0] ?? null;
+  }
+
+  ids() {
+    return [...this.runs.keys()];
   }
 
   draw() {

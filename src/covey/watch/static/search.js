@@ -13,7 +13,8 @@ const FILTERS = [["", "newest"], ["best", "best"], ["worst", "worst"], ["truncat
 export class Search {
   constructor(detail, announce) {
     Object.assign(this, { detail, announce, words: vocabulary(detail), only: latest() });
-    this.filters = segmented("Which rollouts", FILTERS, "", (filter) => this.change({ filter: filter || null }));
+    const filters = FILTERS.map(([key, label]) => [key, key === "truncated" ? this.words.cut : label]);
+    this.filters = segmented("Which rollouts", filters, "", (filter) => this.change({ filter: filter || null }));
     this.text = h("input", { type: "search", placeholder: this.words.language ? "Text in completion or prompt" : "Text", "aria-label": "Search text", "aria-keyshortcuts": "/" });
     const typed = debounce(250, () => this.change({ text: this.text.value || null }));
     this.text.addEventListener("input", typed);
@@ -71,7 +72,7 @@ export class Search {
       h("span", { class: "hit-place" }, `step ${whole(rollout.step)} \u00b7 group ${rollout.group} \u00b7 ${rollout.index + 1}`),
       h("span", { class: "hit-reward" }, rollout.failed ? "failed" : number(rollout.reward)),
       h("span", { class: "hit-advantage", data: { sign: rollout.advantage > 0 ? "plus" : rollout.advantage < 0 ? "minus" : "none" } }, rollout.advantage === null || rollout.advantage === undefined ? "" : signed(rollout.advantage)),
-      h("span", { class: "hit-flags" }, rollout.truncated && h("span", { class: "chip warn" }, "cut"), !rollout.signal && h("span", { class: "chip" }, "no signal"), count(rollout.decisions ?? 0, this.words.decision)),
+      h("span", { class: "hit-flags" }, rollout.truncated && h("span", { class: this.words.language ? "chip warn" : "chip" }, this.words.cut), !rollout.signal && h("span", { class: "chip" }, "no signal"), count(rollout.decisions ?? 0, this.words.decision)),
       h("span", { class: "hit-prompt" }, line(rollout.prompt, { find: text, length: 110 })),
       h("span", { class: "hit-text" }, rollout.text_from ? "\u2026" : "", line(rollout.text, { find: text, length: 240 }))));
   }

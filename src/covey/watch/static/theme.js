@@ -52,16 +52,18 @@ export const theme = {
 
 const cache = new Map();
 
-function apply() {
-  if (choice === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = choice;
+function apply(shown = choice) {
+  if (shown === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = shown;
   cache.clear();
-  for (const listener of listeners) listener(choice);
+  for (const listener of listeners) listener(shown);
 }
 
 export function startTheme() {
   probe.hidden = true;
   document.body.append(probe);
-  system.addEventListener("change", apply);
+  system.addEventListener("change", () => apply());
+  addEventListener("beforeprint", () => apply("light"));
+  addEventListener("afterprint", () => apply());
   apply();
 }

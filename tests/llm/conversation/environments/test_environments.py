@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covey.config import ConfigError
-from covey.config.builtin_environments import BUILT_IN_ENVIRONMENTS
-from covey.llm.conversation.adapter import Adapter
+from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.llm.conversation.environments import maze as mazes
 from covey.llm.conversation.environments.calculator import Calculator, shown
 from covey.llm.conversation.environments.guess_number import GuessNumber
@@ -40,9 +39,8 @@ CALCULATOR_TOOLS = describe_tools(Calculator)
 def test_every_environment_has_tools_or_steps_and_can_be_sent_to_a_process(name: str) -> None:
     module, _, kind = BUILT_IN_ENVIRONMENTS[name].partition(":")
     environment_class = getattr(importlib.import_module(module), kind)
-    if not issubclass(environment_class, Adapter):
-        has_tools = bool(describe_tools(environment_class))
-        assert has_tools != hasattr(environment_class, "step")
+    has_tools = bool(describe_tools(environment_class))
+    assert has_tools != hasattr(environment_class, "step")
     assert pickle.loads(pickle.dumps(environment_class)) is environment_class
     assert environment_class.__doc__
 

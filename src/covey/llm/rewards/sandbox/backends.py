@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from covey.config import ConfigError
-from covey.llm.rewards.reward_call import one_printable_line
 from covey.llm.rewards.sandbox.bubblewrap import bubblewrap_variants
 from covey.llm.rewards.sandbox.interpreter import InterpreterError
 from covey.llm.rewards.sandbox.local import LocalProcess
 from covey.llm.rewards.sandbox.probe import check_isolation
 from covey.llm.rewards.sandbox.sandlock import Sandlock
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure
+from covey.runtime.worker.child import one_printable_line
 
 CANDIDATES: dict[str, Callable[[], Mapping[str, Callable[[], Sandbox]]]] = {  # variants of each, by what to call them
     "bubblewrap": bubblewrap_variants,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from covey.llm.rewards.reward_call import one_printable_line
+from covey.runtime.worker.child import one_printable_line
 
 MOST_STDERR_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 2000

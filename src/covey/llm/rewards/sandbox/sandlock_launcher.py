@@ -15,10 +15,10 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from covey.llm.rewards import worker
 from covey.llm.rewards.sandbox import sandlock_process
 from covey.llm.rewards.sandbox.pipes import is_readable
 from covey.llm.rewards.sandbox.session import END_SECONDS, SandboxFailure
+from covey.runtime.worker import child as worker
 
 ATTEMPTS = 2  # the launcher may have been killed since the last program
 

@@ -1,0 +1,266 @@
+"""Adapters with the real packages openenv and verifiers. `make environments` runs these tests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import helpers
+from covey.config import ConfigError, ConversationConfig
+from covey.config.named_modules import search_path
+from covey.llm.conversation.processes import EnvironmentProcesses
+from covey.runtime.cache import cache_folder
+from covey.runtime.worker.process import CallError
+from helpers.run_helpers import covey
+from helpers.tiny_models import tiny_folder
+
+pytestmark = pytest.mark.environments
+HELPERS = Path(helpers.__path__[0])
+OPENENV = "covey_environments.openenv:OpenEnv"
+VERIFIERS = "covey_environments.verifiers:Verifiers"
+START_SECONDS = 120
+RECIPE = """
+model = "{model}"
+steps = 2
+threads = 1
+[task]
+name = "environment"
+[conversation]
+environment = "{environment}"
+options = {options}
+turns = 3
+total_tokens = 200
+timeout_seconds = 60
+[sampling]
+prompts_per_step = 2
+group_size = 3
+max_new_tokens = 6
+[evaluation]
+problems = 2
+"""
+
+
+def serve(application: str, folder: Path) -> Iterator[str]:
+    """The address of a server that runs until the end of a fixture."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "uvicorn", application, "--port", str(port), "--log-level", "warning"]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + START_SECONDS
+            while process.poll() is None and time.monotonic() < deadline:
+                try:
+                    if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
+                        break
+                except httpx2.HTTPError:
+                    time.sleep(0.2)
+            else:
+                pytest.fail((folder / "server.log").read_text())
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The environment that `openenv init` writes, as its documentation runs it, with six sessions."""
+    folder = tmp_path_factory.mktemp("openenv")
+    made = subprocess.run(
+        [sys.executable, "-m", "openenv.cli", "init", "talk_env"], cwd=folder, capture_output=True, text=True
+    )
+    assert (folder / "talk_env/server/app.py").exists(), made.stdout + made.stderr
+    application = folder / "talk_env/server/app.py"
+    text = application.read_text()
+    assert text.count("max_concurrent_envs=1") == 1
+    application.write_text(text.replace("max_concurrent_envs=1", "max_concurrent_envs=6"))
+    yield from serve("server.app:app", folder / "talk_env")
+
+
+@pytest.fixture(scope="module")
+def adder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("adder")
+    (folder / "adder.py").write_text((HELPERS / "openenv_adder.py").read_text())
+    yield from serve("adder:app", folder)
+
+
+def processes_of(kind: str, options: dict[str, Any]) -> EnvironmentProcesses:
+    environment = kind.rpartition(":")[0].rpartition(".")[2]
+    assigned = tuple(f"{key} = {value!r}" for key, value in options.items() if key == "id")
+    name, library = ConversationConfig(environment, options=assigned).imported_module
+    path = search_path(f"{name}:", library=library) if name else ()
+    return EnvironmentProcesses(kind, 60.0, 1000, options, path=path)
+
+
+def played(kind: str, options: dict[str, Any], turns: Sequence[Any], columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """The replies to a conversation in a process: of the description, the reset, the turns, the end."""
+    processes = processes_of(kind, options)
+    try:
+        session = processes.open(0)
+        requests = [{"do": "describe"}, {"do": "reset", "columns": columns}]
+        for turn in turns:
+            message, calls = (turn, []) if isinstance(turn, str) else ("", turn)
+            requests.append({"do": "respond", "message": message, "calls": calls})
+        return [session.ask(request).result(90) for request in [*requests, {"do": "end"}]]
+    finally:
+        processes.close()
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+# ---- openenv ----
+
+
+@pytest.mark.parametrize("transport", ["websocket", "http"])
+def test_the_echo_environment_of_openenv(echo: str, transport: str) -> None:
+    options = {"url": echo, "observation": "echoed_message", "transport": transport}
+    described, reset, first, second, end = played(OPENENV, options, ["Hello", "x" * 20], {"seed": 1})
+    assert described["tools"] == []
+    assert "ready" in reset["text"]
+    assert (first["text"], first["reward"], first["done"]) == ("Hello", 0.5, False)
+    assert (second["text"], second["reward"]) == ("x" * 20, 1.0)
+    observation = end["attributes"]["observation"]
+    assert observation["message_length"] == 20
+    assert observation.get("metadata", {"step": 2})["step"] == (2 if transport == "websocket" else 1)
+
+
+def test_hundreds_of_conversations_leave_no_session_open(echo: str) -> None:
+    processes = EnvironmentProcesses(OPENENV, 60.0, 1000, {"url": echo})
+    for _ in range(40):
+        sessions = [processes.open(0) for _ in range(6)]
+        resets = [session.ask({"do": "reset", "columns": {"seed": 0}}) for session in sessions]
+        assert all("ready" in reset.result(90)["text"] for reset in resets)
+        for session in sessions:
+            session.close()
+    sessions = [processes.open(0) for _ in range(7)]
+    resets = [session.ask({"do": "reset", "columns": {"seed": 0}}) for session in sessions]
+    failed = [error for reset in resets if (error := reset.exception(90))]
+    processes.close()
+    assert len(failed) == 1
+    assert "has no free session" in str(failed[0])
+
+
+def test_tools_of_an_mcp_environment(adder: str) -> None:
+    calls = [call("add", a=3), call("fail", reason="no luck"), call("add", a=1, b=1)]
+    described, _, first, last, _ = played(OPENENV, {"url": adder}, [calls, "The sum is 5."], {"seed": 1})
+    names = {tool["function"]["name"]: tool["function"]["parameters"] for tool in described["tools"]}
+    assert names["add"]["required"] == ["a"]
+    assert names["add"]["properties"]["b"] == {"type": "integer"}
+    assert first["texts"][0::2] == ["5", "2"]
+    assert first["texts"][1].startswith("Error: ")
+    assert "no luck" in first["texts"][1]
+    assert not first["done"]
+    assert last["done"]
+
+
+# ---- verifiers ----
+
+
+@pytest.fixture
+def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module of the environments, as a user has one."""
+    (tmp_path / "guessing_games.py").write_text((HELPERS / "verifiers_games.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def of_row(number: int, side: str = "training") -> dict[str, Any]:
+    return {"verifiers": {"side": side, "row": number}, "answer": "unused"}
+
+
+def test_a_conversation_of_several_turns_has_the_reward_of_its_rubric(games: Path) -> None:
+    options = {"id": "guessing-games", "kind": "hints", "evaluation": True}
+    described, reset, first, second, end = played(VERIFIERS, options, ["5", "204"], of_row(2, "held_out"))
+    assert (described["tools"], reset["text"]) == ([], None)
+    assert (first["text"], first["reward"], first["done"]) == ("Not 5. That was guess 1.", 0.0, False)
+    assert (second["text"], second["done"]) == ("Right.", True)
+    assert end["attributes"]["metrics"]["messages"] == 4.0, "two turns and two replies"
+    assert end["reward"] == 0.5
+    with pytest.raises(CallError, match="changes earlier messages"):
+        played(VERIFIERS, options, ["rewrite"], of_row(2))
+
+
+def test_the_limit_of_turns_ends_a_conversation(games: Path) -> None:
+    replies = played(VERIFIERS, {"id": "guessing_games", "kind": "hints"}, ["1", "2", "4"], of_row(2))
+    assert [reply["done"] for reply in replies[2:5]] == [False, False, True]
+    assert replies[4]["text"] is None
+    assert replies[5]["reward"] == 1.0 + 5 / 8
+    assert replies[5]["attributes"]["metrics"]["num_turns"] == 3
+
+
+def test_tools_are_called_by_the_package(games: Path) -> None:
+    turns = [[call("add", a=1, b=3), call("add", a=101, b=3)], "It is 4."]
+    described, _, first, last, end = played(VERIFIERS, {"id": "guessing_games", "kind": "tools"}, turns, of_row(2))
+    [tool] = described["tools"]
+    assert tool["function"]["parameters"]["required"] == ["a", "b"]
+    assert first["texts"] == ["4", "a is too large"]
+    assert last["done"]
+    assert end["reward"] == 1.0 + 4 / 8
+    assert end["attributes"]["metrics"]["add_calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "guessing_games", "kind": "group"}, "has rewards of whole groups"),
+        ({"id": "guessing_games", "kid": "x"}, "unexpected keyword argument 'kid'"),
+        ({"id": "no-such-games"}, "verifiers cannot load 'no-such-games'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(games: Path, options: dict[str, Any], message: str) -> None:
+    processes = processes_of(VERIFIERS, options)
+    with pytest.raises(ConfigError) as refused:
+        processes.start()
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_reward_function_that_raises_fails_the_conversation(games: Path) -> None:
+    with pytest.raises(CallError, match=r"a reward function of its rubric failed: .*broken"):
+        played(VERIFIERS, {"id": "guessing_games", "kind": "broken"}, ["4"], of_row(2))
+
+
+# ---- runs ----
+
+
+def rollouts_of(folder: Path, environment: str, options: list[str]) -> list[dict[str, Any]]:
+    recipe = RECIPE.format(model=tiny_folder(folder / "model"), environment=environment, options=json.dumps(options))
+    (folder / "talk.toml").write_text(recipe)
+    code, output = covey("train", "talk.toml", "--run-dir", "run", cwd=folder, COVEY_CACHE=str(cache_folder()))
+    assert code == 0, output
+    assert "not repeatable" not in output
+    lines = (folder / "run/rollouts/step_000002.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_on_a_server(echo: str, tmp_path: Path) -> None:
+    found = rollouts_of(tmp_path, "openenv", [f'url = "{echo}"', 'observation = "echoed_message"'])
+    assert len(found) == 6
+    for rollout in found:
+        said = [message["content"] for message in rollout["messages"] if message["role"] == "assistant"]
+        heard = [message["content"] for message in rollout["messages"] if message["role"] == "user"]
+        assert heard == said
+        assert rollout["reward"] == pytest.approx(sum(min(len(text) / 10, 1.0) for text in said))
+
+
+def test_a_run_on_prompts_and_rubric_of_verifiers(games: Path) -> None:
+    found = rollouts_of(games, "verifiers", ['id = "guessing-games"', 'kind = "hints"'])
+    assert len(found) == 6
+    for rollout in found:
+        assert rollout["prompt"][0] == {"role": "system", "content": "Be brief."}
+        assert rollout["reward"] >= len(rollout["messages"]) / 8 - 1 / 8
+        assert rollout["turn_rewards"][:-1] == [0.0] * (len(rollout["turn_rewards"]) - 1)
