@@ -1,7 +1,4 @@
-"""The training loop, independent of language models and environments: all differences are in `Components`.
-
-`repeat` is the loop of every training. `train` repeats the step of a policy, `covey.train.supervised` that of examples.
-"""
+"""The loop of every training, and the step of a policy: all differences are in `Components`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from covey.train.state import (
     checksums_of,
     save_checkpoint,
     saved_if_lost,
-)
+)  # fmt: skip
 from covey.train.update import update
 
 # An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
@@ -32,26 +29,15 @@ SKIPPED_STEPS_LIMIT = 5
 
 
 def train(run: Components, config: LoopConfig, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
-    """Train a policy as `repeat` says.
-
-    Raises:
-        RunError, SamplerLost: as `repeat`.
-    """
+    """`repeat` with the step of a policy."""
     repeat(lambda: train_step(run, config, progress), run, config, progress, should_stop=should_stop)
 
 
 def repeat(
-    step: Callable[[], StepRecord],
-    run: Trainable,
-    limits: Limits,
-    progress: Progress,
-    *,
-    should_stop: Callable[[], bool],
-) -> None:
+    step: Callable[[], StepRecord], run: Trainable, limits: Limits, progress: Progress,
+    *, should_stop: Callable[[], bool],
+) -> None:  # fmt: skip
     """Repeat a step until `limits.is_done` or `should_stop()`; in both cases, write a checkpoint of the last step.
-
-    Args:
-        step: trains one step and advances `progress`.
 
     Raises:
         RunError: after SKIPPED_STEPS_LIMIT steps in a row whose gradients were not finite.
