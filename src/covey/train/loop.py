@@ -21,22 +21,20 @@ from covey.train.state import (
     checksums_of,
     save_checkpoint,
     saved_if_lost,
-)  # fmt: skip
+)
 from covey.train.update import update
 
-# An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
-SKIPPED_STEPS_LIMIT = 5
+SKIPPED_STEPS_LIMIT = 5  # optimizer steps in a row with a gradient that is not finite: training has diverged
 
 
 def train(run: Components, config: LoopConfig, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
     """`repeat` with the step of a policy."""
-    repeat(lambda: train_step(run, config, progress), run, config, progress, should_stop=should_stop)
+    repeat(lambda: train_step(run, config, progress), run, config, progress, should_stop)
 
 
 def repeat(
-    step: Callable[[], StepRecord], run: Trainable, limits: Limits, progress: Progress,
-    *, should_stop: Callable[[], bool],
-) -> None:  # fmt: skip
+    step: Callable[[], StepRecord], run: Trainable, limits: Limits, progress: Progress, should_stop: Callable[[], bool]
+) -> None:
     """Repeat a step until `limits.is_done` or `should_stop()`; in both cases, write a checkpoint of the last step.
 
     Raises:

@@ -128,4 +128,4 @@ def train_supervised(
         metrics["time/step"] = time.perf_counter() - began
         return StepRecord(progress.step, metrics, (), ())
 
-    repeat(step, run, limits, progress, should_stop=should_stop)
+    repeat(step, run, limits, progress, should_stop)
