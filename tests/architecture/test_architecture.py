@@ -22,6 +22,18 @@ LONGEST_LOOP_AND_UPDATE, LONGEST_TRAIN_STEP = 200, 25
 MOST_TESTS_FOR_NONE = 6  # in all of train/: an optional component is an object, with a null object if there is none
 LIGHT_MODULES = ["covey.config", "covey.cli.main", "covey.watch.command", "covey.watch.indexer"]
 HEAVY_PACKAGES = {"torch", "transformers", "gymnasium", "matplotlib"}
+OPENED_PLAINLY = (
+    "experiment/model_card.py: card.read_text(",  # the card of the model that the user names
+    "experiment/reward_data.py: open(self.path",  # of the pairs that this process writes
+    "experiment/reward_models.py: open(name",  # a data file that the user names
+    "tracking/metrics.py: Path(__file__)",
+    "tracking/rollout_export.py: open(file, 'x'",  # a new file
+    "tracking/run_state.py: Path('/proc/locks')",
+    "tracking/run_store.py: open(path, 'wb')",  # a step that this process writes
+    "tracking/trackers/mlflow.py: Path(self._client.download_artifacts",
+    "watch/index.py: open(path.with_suffix('.lock')",  # in the cache
+    "watch/report.py: (STATIC /",
+)
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 CORE_IMPORTS = {"torch", "covey"} | {"__future__", "collections", "dataclasses", "functools", "math", "typing"}
 # A paper's number, an equation, a section, or a formula: an operator between two operands.
@@ -172,6 +184,23 @@ def test_the_command_line_starts_without_numpy(option):
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "loaded:"
     assert len(result.stdout.splitlines()) > 1
+
+
+def test_files_of_a_run_folder_are_opened_as_plain_files():
+    """A pipe, a device or a link in a folder of unknown origin must not stop a reader or lead it elsewhere."""
+    packages = [SOURCE / name for name in ("tracking", "experiment", "comparison", "watch")]
+    found = {
+        f"{path.relative_to(SOURCE)}: {ast.unparse(node)}"
+        for path in FILES
+        if any(path.is_relative_to(package) for package in packages)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id == "open")
+            or (isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes"))
+        )
+    }
+    assert {call for call in found if not call.startswith(OPENED_PLAINLY)} == set()
 
 
 def test_nothing_runs_code_from_data():

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +30,7 @@ class TooLarge(Refused):
 
 
 @contextmanager
-def open_below(folder: Path, *parts: str) -> Iterator[BinaryIO]:
+def open_below(folder: Path, *parts: str) -> Iterator[BufferedReader]:
     """Context manager: a plain file below `folder`, open for reading.
 
     Args:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from covey.config.faults import faults_of, path_error
 from covey.config.fields import command
 from covey.config.files import read_toml, sync, user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
+from covey.config.plain_files import Refused
 from covey.config.reward_models import REWARD_MODEL_ALGORITHM
 from covey.config.sft import SFT_ALGORITHM
 
@@ -103,7 +105,10 @@ def _unlock(descriptor: int) -> None:
 def _open_locked(folder: Path) -> int:
     path = folder / LOCK_FILE
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise Refused(f"{path} is not a plain file: remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
