@@ -17,9 +17,8 @@ from covey.experiment.cluster.throughput import (
     plan_server,
 )
 from covey.experiment.plan import Place
-from covey.llm.memory.adapter_memory import adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
-from covey.llm.memory.estimate import microbatches_of_shard
+from covey.llm.memory.estimate import adapter_parameters, microbatches_of_shard
 
 BILLION = 10**9
 DEVICES = DevicesConfig(node_link=100.0, network_link=10.0, weights_link=4.0, device_tflops=1000.0, flops_use=0.5)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from covey.config import ConfigError, RewardConfig
 from covey.config.addresses import is_this_machine
 from covey.config.recipe import read_recipe
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache
@@ -685,12 +685,12 @@ GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "j
         ({"judge": f"http://me:{TOKEN}@[::1"}, "has a user name"),
         ({"judge": f"me:{TOKEN}@127.0.0.1"}, "has a user name"),
         ({"judge": f"http://127.0.0.1/v1?key={TOKEN}"}, "has a query"),
-        ({"judge_model": ""}, "has no judge_model"),
+        ({"judge_model": ""}, "judge_model is empty"),
         ({"judge_prompt": ""}, "has no judge_prompt"),
         ({"judge_prompt": "is it good?"}, r"has no \{completion\}"),
         ({"judge_prompt_file": "x.txt"}, "has both judge_prompt and judge_prompt_file"),
         ({"judge_prompt": "", "judge_prompt_file": "none.txt"}, "judge_prompt_file: there is no file none.txt"),
-        ({"judge_pattern": "("}, "is no regular expression"),
+        ({"judge_pattern": "("}, "is not a regular expression"),
         ({"judge_pattern": "[0-9]+"}, "needs one group"),
         ({"judge_pattern": "(.)", "judge_field": "score"}, "both judge_pattern and judge_field"),
         ({"judge_words": ("good",)}, "an entry is a word and its score"),
@@ -706,9 +706,9 @@ GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "j
         ({"judge_token_variable": TOKEN}, "the name of an environment variable, not the token"),
         ({"judge_token_file": "none"}, "judge_token_file: there is no file none"),
         ({"judge_token_variable": "A", "judge_token_file": "b"}, "both judge_token_variable and judge_token_file"),
-        ({"per_step": True}, "a judge scores whole completions"),
+        ({"per_step": True}, "per_step is set, but not used with judge"),
         ({"name": "numeric"}, "has name and judge: give exactly one of them"),
-        ({"judge": "", "name": "numeric"}, "has judge_model, which only a judge uses"),
+        ({"judge": "", "name": "numeric"}, "judge_model is set, but not used with numeric"),
         ({"judge": "", "name": "numeric", "judge_model": "", "judge_prompt": "", "allow_remote": True}, "allow_remote"),
     ],
 )

@@ -28,15 +28,16 @@ from covey.experiment.plan import (
     memory_table,
     process_bytes_of,
 )
-from covey.llm.memory.adapter_memory import frozen_parameters, trained_parameters
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import (
     MemoryPlan,
     critic_weights_of,
+    frozen_parameters,
     largest_group,
     microbatches_of_shard,
     predict,
     shards_of_rank,
+    trained_parameters,
 )
 from covey.llm.memory.rank_memory import predict_sharded, rollout_bytes, without_sampling
 from covey.runtime.optimizer import LARGEST_REPLICA, fits_replicated, replica_bytes

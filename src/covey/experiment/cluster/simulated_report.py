@@ -20,8 +20,7 @@ from covey.experiment.cluster.simulation import (
     simulate,
 )
 from covey.experiment.cluster.throughput import ServerPlan, plan_server
-from covey.llm.generation.sampling_bytes import decoded_rows, token_bytes
-from covey.llm.memory.estimate import largest_group
+from covey.llm.memory.estimate import decoded_rows, largest_group, token_bytes
 
 HEADER = (
     f"{'samplers':<10}{'schedule':<20}{'tokens/s':>10}{'seconds':>9}{'trainer':>9}{'samplers':>10}{'age':>6}{'lost':>7}",

@@ -12,8 +12,8 @@ from covey.config import ConfigError, RunConfig
 from covey.config.planning import DevicesConfig, SimulationConfig
 from covey.experiment.cluster.communication import GIGA, Traffic
 from covey.experiment.cluster.servers import RooflineSpeed
-from covey.llm.generation.sampling_bytes import token_bytes
 from covey.llm.memory.dimensions import Dimensions
+from covey.llm.memory.estimate import token_bytes
 
 FORWARD, BACKWARD = 2, 4  # FLOPs of a weight and a token
 MOST_SLOTS = 128

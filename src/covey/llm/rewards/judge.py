@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 import httpx2
 
 from covey.config import ConfigError, MachineError, RewardConfig
-from covey.config.addresses import is_this_machine
+from covey.config.addresses import endpoint, is_this_machine
 from covey.config.files import make_folder, user_path
+from covey.config.rewards import judge_token
 from covey.config.token_text import hide
-from covey.config.validate_judge import endpoint, judge_token, question_of, request_fields, words_of
 from covey.llm.rewards.judge_score import ScoreReader
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
@@ -74,11 +74,11 @@ class Judge(RewardRunner):
         Raises:
             ConfigError: if the template cannot be read.
         """
-        self.config, self.template = config, question_of(config)
-        self.address, self.request = endpoint(config.judge), request_fields(config)
+        self.config, self.template = config, config.judge_question
+        self.address, self.request = endpoint(config.judge), config.judge_body
         self.cache = ReplyCache(user_path(config.judge_cache) if config.judge_cache else cache_folder() / "judges")
         low, high = config.judge_range
-        self.reader = ScoreReader(low, high, config.judge_pattern, config.judge_field, words_of(config))
+        self.reader = ScoreReader(low, high, config.judge_pattern, config.judge_field, config.judge_scores)
         self._matching = RewardPool("covey.llm.rewards.judge_score:read_one") if config.judge_pattern else None
         self._calls: set[Future[Results]] = set()
 

@@ -11,7 +11,7 @@ from typing import Any
 from covey.config import ConfigError, RewardConfig
 from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.overlong import overlong
@@ -86,7 +86,7 @@ class WeightedReward:
         return WeightedReward(
             name,
             _runner(config, device, precision),
-            {} if built_in is None else {option: getattr(config, option) for option in built_in.arguments},
+            config.arguments,
             config.weight,
             config.score,
             config.timeout_seconds,
@@ -186,7 +186,7 @@ def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunne
         pool = RewardPool(
             reward.function, config.process_count, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
         )
-        return OneByOne(pool, reward.arguments, shortcut)
+        return OneByOne(pool, tuple(config.arguments), shortcut)
     if reward.own_process:
         return RewardPool(reward.function, config.process_count, config.timeout_seconds)
     return InProcess(load_function(reward.function))

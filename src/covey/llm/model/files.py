@@ -1,12 +1,14 @@
-"""Checks a model folder in Hugging Face's layout by its small files and the headers of its weights.
+"""Reads and checks the files of a model before its weights are read: `config.json`, tokenizer, headers of safetensors.
 
-Models that cannot be loaded are refused before a weight is read: those with code of their own, with pickled, quantised
-or missing weights, with an architecture that is no causal language model, or with damaged files.
+Models that cannot be loaded are refused: those with code of their own, with pickled, quantised or missing weights, with
+an architecture that is not a causal language model, or with damaged files. Any exception of a library becomes one line.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,12 +19,94 @@ from safetensors import SafetensorError, safe_open
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files
-from covey.config.faults import path_error
+from covey.config.faults import machine_error, path_error
 from covey.config.fields import or_list
+from covey.config.files import walk
 from covey.config.model_sources import MODEL_CONFIG_FILE
 from covey.config.reward_models import kind_of_class
+
+LARGEST_SIZE = 2**40  # largest integer in a config.json
+MOST_LAYERS = 1000  # real models have up to a few hundred
+MOST_EXPERTS = 2**20  # "Mixture of a million experts" (arXiv 2407.04153); experts may be rows of an embedding
+
+# Names of numbers of layers and of experts, but not of their sizes, such as vocab_size_per_layer_input.
+_LIMITS = (
+    (re.compile(r"^(num|n)_.*(layer|block)|(layers?|blocks|depth)$"), MOST_LAYERS),
+    (re.compile(r"^(?!.*(size|dim|capacity)).*expert"), MOST_EXPERTS),
+)
+
+
+@contextmanager
+def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None]:
+    """Turn any exception of the block into a ConfigError; transformers logs only errors in the block.
+
+    Libraries document few of their exceptions, and a damaged file may raise any.
+
+    Args:
+        what: beginning of the message, such as "model 'x' cannot be loaded".
+        advice: end of the message.
+
+    Raises:
+        ConfigError: for an invalid file.
+        MachineError: for a fault of the machine.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if fault := machine_error(error):
+            raise fault from error
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise ConfigError(f"{what} ({reason}): {advice}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def read_object(path: Path, most: int = files.LARGEST_DOCUMENT) -> dict[str, Any]:
+    """Read the object in a JSON file of a model.
+
+    Raises:
+        ConfigError: if it cannot be read or is not an object.
+    """
+    value = files.read_json(path, most, strict=False)  # some configs have infinities
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it must hold a JSON object")
+    return value
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read the object in a `config.json`.
+
+    Raises:
+        ConfigError: if it cannot be read, is not an object, or has a number that no model has.
+    """
+    config = read_object(path, files.LONGEST_MODEL_CONFIG)
+    check_model_config(config, str(path))
+    return config
+
+
+def check_model_config(config: dict[str, Any], where: str) -> None:
+    """Refuse numbers that no model has before a model is built, because a billion layers take hours.
+
+    Raises:
+        ConfigError: beginning with `where`.
+    """
+    for name, value in walk(config):
+        if type(value) is not int:
+            continue
+        key = name.rpartition(".")[2]
+        most = min((limit for pattern, limit in _LIMITS if pattern.search(key)), default=LARGEST_SIZE)
+        if abs(value) > most:
+            raise ConfigError(f"{where}: {name} is {value}, and no model has more than {most}")
+
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -47,13 +131,7 @@ class WeightFiles:
     @property
     def numbers(self) -> int:
         """Number of values in all tensors."""
-        count = 0
-        for shape in self.shapes.values():
-            product = 1
-            for size in shape:
-                product *= size
-            count += product
-        return count
+        return sum(map(math.prod, self.shapes.values()))
 
     @contextmanager
     def open(self) -> Iterator[Tensors]:
@@ -64,18 +142,6 @@ class WeightFiles:
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no dict
             yield tensors
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a model.
-
-    Raises:
-        ConfigError: if it cannot be read or is no object.
-    """
-    value = files.read_json(file, strict=False)  # some configs have infinities
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} is damaged: it must hold a JSON object")
-    return value
 
 
 def check_config(
@@ -140,7 +206,7 @@ def check_tokenizer_files(folder: Path, model: str) -> None:
         )
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         if (folder / name).is_file():
-            fields = read_json(folder / name)
+            fields = read_object(folder / name)
             code = fields.get("auto_map") if name == "tokenizer_config.json" else None
             if code and not (folder / "tokenizer.json").is_file():
                 raise ConfigError(own_code(model, f"its tokenizer {fields.get('tokenizer_class', '')}".rstrip()))
@@ -215,7 +281,7 @@ def _weight_paths(folder: Path, model: str) -> tuple[Path, ...]:
 
 def _shards(folder: Path, model: str) -> tuple[Path, ...]:
     """The files that an index names, which must exist inside the folder."""
-    places = read_json(folder / INDEX_FILE).get("weight_map")
+    places = read_object(folder / INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise ConfigError(f"model {model}: {INDEX_FILE} has no weight_map of names: copy or download it again")
     names = sorted(set(places.values()))
@@ -235,7 +301,7 @@ def _shards(folder: Path, model: str) -> tuple[Path, ...]:
 
 def _convert(folder: Path) -> str:
     """Instruction to convert a pickle to safetensors."""
-    kind = kind_of_class(read_json(folder / MODEL_CONFIG_FILE))
+    kind = kind_of_class(read_object(folder / MODEL_CONFIG_FILE))
     loader = f"AutoModel{kind.value}" if kind else "AutoModelForCausalLM"
     return (
         f'if you trust its source, convert it once with python -c "from transformers import {loader} as M; '
