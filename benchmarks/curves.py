@@ -26,7 +26,7 @@ from rich.progress import track
 from shape import Shape
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_precision, environment, set_threads
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from shape import Shape
 
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_precision, environment, set_threads
 

@@ -235,7 +235,7 @@ def model_for(name: str, folder: Path, tokenizer: str = "") -> str:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from covey.llm.model.conversion import EMBEDDED
+        from covey.llm.model.gguf import EMBEDDED
         from covey.llm.model.loading import find_model
 
         fields = {"vocab_size": VOCABULARY, **RANDOM_MODELS[name], "eos_token_id": 2, "bos_token_id": 1}

@@ -14,7 +14,7 @@ import torch
 from shape import Shape, make_prompts
 
 from covey.llm.generation.token_sampling import sample_tokens
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.device import choose_precision, keep_freed_memory, set_threads

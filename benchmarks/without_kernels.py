@@ -28,7 +28,7 @@ from covey.algorithms import KLPenalty, grpo
 from covey.core import schedules
 from covey.data import EndReason, Group, Rollout, collate
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.native.bindings import SWITCH
 from covey.llm.policy import LanguagePolicy

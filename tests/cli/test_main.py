@@ -26,7 +26,7 @@ from covey.config import (
 from covey.config.recipe import describe_fields
 from covey.config.recipe_writing import write_config
 from covey.experiment.advice import Launch
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.tracking.reports import score_report
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import ACCURACY, SCORE

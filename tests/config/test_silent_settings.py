@@ -75,7 +75,10 @@ def test_a_run_and_a_task_take_lists() -> None:
         ("[iteration]\nsteps = 0\n", "iteration.steps must be at least 1"),
         ('[conversation]\nenvironment = "calculator"\n[process]\nboundary = "line"\n', "which conversations do not"),
         ('[process]\nboundary = "line"\n', "process.boundary is set, but no reward is paid by step"),
-        ('[[rewards]]\njudge = "http://127.0.0.1:0/v1"\n', "is not an address .the port is 0"),
+        (
+            '[[rewards]]\njudge = "http://127.0.0.1:0/v1"\njudge_model = "m"\njudge_prompt = "{completion}"\n',
+            "is not an address .the port is 0",
+        ),
     ],
 )
 def test_a_table_without_effect_is_refused(tables: str, reason: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from covey.config import ControlConfig
 from covey.config.recipe import config_from_dict, read_tables, root_of
 from covey.config.recipe_files import PACKAGED_RECIPES
 from covey.config.recipe_writing import config_to_toml
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from helpers.installed import Environment
 from helpers.judge_server import JudgeServer
 from helpers.openenv_server import EchoServer

@@ -10,7 +10,7 @@ from covey.config import ArithmeticConfig, LoRAConfig, RunConfig, SamplingConfig
 from covey.data import Start, collate
 from covey.experiment.adaptation import adapt
 from covey.experiment.llm import build_machine, load_policy
-from covey.llm.model.minimum_length import MinimumLength
+from covey.llm.model.logprobs import MinimumLength
 from covey.llm.sampler import greedy
 from helpers.tiny_models import tiny_folder
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from covey.llm.generation.graphed_step import GraphedStep
-from covey.llm.generation.shared_prefix_decoder import GROWTH, SharedPrefixDecoder
+from covey.llm.generation.shared_prefix_decoder import GROWTH, GraphedStep, SharedPrefixDecoder
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import SHARED, tiny_model
 

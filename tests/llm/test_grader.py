@@ -4,7 +4,7 @@ import pytest
 
 from covey.comparison.compare import read_contestants, score_kind
 from covey.config import ConfigError, RewardConfig, RunConfig
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import Start
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -136,8 +136,8 @@ def test_a_binary_reward_that_gives_partial_credit_has_failed():
     with pytest.raises(ConfigError, match="a reward per step is not binary"):
         own([1.0], binary=True, per_step=True)
     for fields, said in (
-        ({"name": "numeric", "binary": True}, "which is for functions of your own"),
-        ({"function": f"{__file__}:own", "binary": True, "per_step": True}, "take binary out"),
+        ({"name": "numeric", "binary": True}, "binary is set, but not used with numeric"),
+        ({"function": f"{__file__}:own", "binary": True, "per_step": True}, "remove binary"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_reward(RewardConfig(**fields), "[[rewards]] number 1")

@@ -9,7 +9,7 @@ import torch
 
 from covey.data import Start, collate
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.conversion import EMBEDDED, embedded_file
+from covey.llm.model.gguf import EMBEDDED, embedded_file
 from covey.llm.model.loading import find_model, load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler

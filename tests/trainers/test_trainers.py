@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from covey import ConfigError, GRPOLoss, GRPOTrainer, LoRAConfig, PPOLoss, PPOTrainer, compute_gae
 from covey.data import Start
-from covey.llm.model.conversion import EMBEDDED
+from covey.llm.model.gguf import EMBEDDED
 from covey.llm.tasks import Arithmetic
 from covey.train.prepare import NO_REFERENCE
 from covey.trainers.prompts import PromptDeck, read_prompts

@@ -72,7 +72,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         return
     validate(config, own_task=True)
     from covey.experiment.inference import sample_groups
-    from covey.llm.generation.truncation import Truncation
+    from covey.llm.generation.token_sampling import Truncation
 
     sampled = sample_groups(
         config, arguments.n, arguments.temperature, Truncation(**truncation),
@@ -165,7 +165,7 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
 def _answers(arguments: argparse.Namespace, config: RunConfig, truncation: dict[str, Any]) -> None:
     """Print single answers to a prompt."""
     from covey.experiment.inference import sample_model
-    from covey.llm.generation.truncation import Truncation
+    from covey.llm.generation.token_sampling import Truncation
     from covey.tracking.console import printable
 
     texts = sample_model(

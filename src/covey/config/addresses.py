@@ -8,6 +8,8 @@ from urllib.parse import SplitResult, urlsplit
 from covey.config.common import ConfigError
 from covey.config.files import shortened
 
+ENDPOINT = "/chat/completions"
+
 
 def parse_address(address: str, where: str) -> tuple[SplitResult, int | None]:
     """The parts of an address, and its port if it names one.
@@ -26,6 +28,17 @@ def parse_address(address: str, where: str) -> tuple[SplitResult, int | None]:
     except ValueError as error:
         raise ConfigError(f"{where}{shortened(address)} is not an address ({error})") from None
     return parts, port
+
+
+def public_address(address: str) -> str:
+    """The address without a query, which may hold secrets."""
+    return urlsplit(address)._replace(query="", fragment="").geturl()
+
+
+def endpoint(address: str) -> str:
+    """The address of the chat completions API below a server's address."""
+    bare = address.rstrip("/")
+    return bare if bare.endswith(ENDPOINT) else bare + ENDPOINT
 
 
 def is_this_machine(address: str) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 # Measured memory of a process that calls a reward, with its supervisor and without what the function imports, and of a
 # sandboxed program with its test program.
 PROCESS_MIB = 15
-JUDGE_MIB = 40  # of the process that asks a judge, with its HTTP client
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,7 @@ class BuiltInReward:
     binary: bool = False  # always 1 (right) or 0 (wrong), so that its mean is an accuracy
     per_step: bool = False  # a number for each reasoning step, else one for the whole completion
     per_turn: bool = False  # of a conversation: the sum of the environment's rewards for the turns
-    options: tuple[str, ...] = ()  # fields of RewardConfig that are its keyword arguments; only it may set them
-    required: Mapping[str, str] = field(default_factory=dict)  # options without a default -> an example, in TOML
+    required: Mapping[str, str] = field(default_factory=dict)  # fields that need a value -> an example, in TOML
     own_process: bool = False  # it may hang, so it is called in a process that can be ended
     # Called for one completion at a time, in RewardConfig.workers processes side by side, each call with its deadline.
     one_by_one: bool = False
@@ -39,43 +37,29 @@ class BuiltInReward:
     runner: str = ""  # module:function that builds its `RewardRunner` from the RewardConfig; empty: by the fields above
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """The options that the function gets; `workers` is for its runner."""
-        return () if self.runner else tuple(option for option in self.options if option != "workers")
-
-    @property
     def has_processes(self) -> bool:
         """True if it is computed in processes of its own."""
         return self.own_process or self.one_by_one or bool(self.runner)
-
-    @property
-    def reads_answers(self) -> bool:
-        """True if it compares with a column of right answers that every task but countdown has."""
-        return "answer_column" in self.options and not self.tasks
 
 
 BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "numeric": BuiltInReward(
         "covey.llm.rewards.numeric:numeric",
         binary=True,
-        options=("answer_column",),
         check="covey.llm.rewards.gold:check_number",
     ),
     "digits": BuiltInReward(
         "covey.llm.rewards.digits:digits",
-        options=("answer_column",),
         check="covey.llm.rewards.gold:check_number",
     ),
     "exact": BuiltInReward(
         "covey.llm.rewards.exact:exact",
         binary=True,
-        options=("answer_column",),
         check="covey.llm.rewards.gold:check_text",
     ),
     "math": BuiltInReward(
         "covey.llm.rewards.math:math_equal",
         binary=True,
-        options=("answer_column", "workers"),
         one_by_one=True,
         check="covey.llm.rewards.gold:check_expression",
         shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
@@ -87,34 +71,25 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "format": BuiltInReward(
         "covey.llm.rewards.format:format_match",
         binary=True,
-        options=("pattern", "workers"),
         required={"pattern": "'-?[0-9]+'"},
         own_process=True,  # a regular expression may take exponential time
     ),
-    "tags": BuiltInReward("covey.llm.rewards.tags:tagged_parts", binary=True, options=("tags", "first_tag_in_prompt")),
+    "tags": BuiltInReward("covey.llm.rewards.tags:tagged_parts", binary=True),
     "length": BuiltInReward(
         "covey.llm.rewards.length:length_penalty",
-        options=("unit", "length_target", "length_limit", "length_shape", "length_both_sides"),
         required={"length_limit": "200"},
     ),
-    "repetition": BuiltInReward("covey.llm.rewards.repetition:repetition_penalty", options=("unit", "ngram_size")),
-    "language": BuiltInReward(
-        "covey.llm.rewards.language:script_share", options=("scripts",), required={"scripts": '["latin"]'}
-    ),
+    "repetition": BuiltInReward("covey.llm.rewards.repetition:repetition_penalty"),
+    "language": BuiltInReward("covey.llm.rewards.language:script_share", required={"scripts": '["latin"]'}),
     "reasoning_gym": BuiltInReward(
         "covey.llm.rewards.reasoning_gym_process:score",
         own_process=True,  # its scorers evaluate text
         resident_mib=115,
-        options=("workers",),
         tasks=("reasoning_gym",),
     ),
     "code": BuiltInReward(
         "covey.llm.rewards.code:code",
         binary=True,  # unless partial = true
-        options=(
-            *("tests_column", "partial", "time_limit_seconds", "memory_mb", "process_limit", "workers"),
-            "unsafe_without_sandbox",
-        ),
         check="covey.llm.rewards.code_tests:read_tests",
         gold=("tests_column", "entry_point"),
         tasks=("code_functions", "human_eval"),
@@ -132,18 +107,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.step_numbers:step_numbers",
         per_step=True,
-        options=("answer_column",),
         check="covey.llm.rewards.step_numbers:right_steps",
         tasks=("running_total",),
     ),
 }
-
-
-def rewards_with(option: str) -> tuple[str, ...]:
-    """Names of the built-in rewards that take an option; empty if it is no option of a built-in reward."""
-    return tuple(name for name, reward in BUILT_IN_REWARDS.items() if option in reward.options)
-
-
-def step_rewards() -> tuple[str, ...]:
-    """Names of the built-in rewards with a number for each reasoning step."""
-    return tuple(name for name, reward in BUILT_IN_REWARDS.items() if reward.per_step)

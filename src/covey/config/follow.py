@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
-from covey.config.builtin_rewards import BuiltInReward
 from covey.config.common import ConfigError, Default
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, toml_repr
@@ -169,8 +168,9 @@ def _rewards(recipe: RunConfig, config: RunConfig, name: str) -> tuple[RewardCon
     task = next((task for task, kind in TASK_CONFIGS.items() if kind is type(config.task)), "")
     kept = []
     for reward in config.rewards:
-        entry = reward.built_in or BuiltInReward(reward.function)
-        if task in (*(entry.tasks or (task,)), "dataset") and not (task in OTHER_ANSWERS and entry.reads_answers):
+        tasks = reward.built_in.tasks if reward.built_in is not None else ()
+        compares = not tasks and reward.built_in is not None and reward.uses("answer_column")
+        if task in (*(tasks or (task,)), "dataset") and not (task in OTHER_ANSWERS and compares):
             kept.append(reward)
     return tuple(kept)
 

@@ -1,23 +1,50 @@
-"""A [[rewards]] table of a recipe."""
+"""A [[rewards]] table of a recipe, and its checks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS, JUDGE_MIB, PROCESS_MIB, BuiltInReward
-from covey.config.common import Table, config_field
-from covey.config.judge import JudgeFields
+from covey.config.addresses import is_this_machine, parse_address, public_address
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, PROCESS_MIB, BuiltInReward
+from covey.config.common import ConfigError, Fault, Table, config_field, refuse
+from covey.config.fields import missing_file, or_list
+from covey.config.files import parse_json, read_file, shortened, user_path
+from covey.config.function_source import check_function_name
 from covey.config.machine import processors
+from covey.config.reward_models import reward_model_fault
+from covey.config.token_text import LARGEST_TOKEN, token_in
 
+LARGEST_PROMPT = 1 << 20  # bytes of judge_prompt_file
 SCRIPTS = (
     *("latin", "greek", "cyrillic", "armenian", "georgian", "hebrew", "arabic", "ethiopic", "devanagari", "bengali"),
     *("gurmukhi", "gujarati", "tamil", "telugu", "kannada", "malayalam", "sinhala", "thai", "lao", "myanmar", "khmer"),
     *("tibetan", "mongolian", "hangul", "han", "hiragana", "katakana"),
 )
+# Fields of one kind of reward.
+_of_model = partial(config_field, advanced=True, used_by=("model",))
+_of_length = partial(config_field, advanced=True, used_by=("length",))
+_of_code = partial(config_field, advanced=True, used_by=("code",))
+_of_judge = partial(config_field, advanced=True, used_by=("judge",))
+_of_tags = partial(config_field, advanced=True, used_by=("tags",))
 
 
 @dataclass(frozen=True)
-class RewardFields(Table):
+class RewardConfig(Table):
+    """A [[rewards]] table: a built-in reward, a function, a judge or a reward model.
+
+    `used_by` of a field names the rewards that use it: built-in ones, or "function", "judge" and "model". The fields of
+    a judge, but `judge` and `allow_remote`, begin with `judge_`.
+    """
+
     name: str = config_field("", "a built-in reward", choices=tuple(BUILT_IN_REWARDS))
     function: str = config_field("", "or your own: file.py:function or module:function, with TRL's signature")
     model: str = config_field(
@@ -25,55 +52,59 @@ class RewardFields(Table):
         "or a reward model: the run folder of `covey reward-model train`, a folder or a hub name; with per_step = true "
         "a process reward model scores each step",
     )
-    standardise: bool | None = config_field(
+    standardise: bool | None = _of_model(
         None,
         "model: subtract the mean of the scores on its training data and divide by their deviation; unset: if they are "
         "stored with the model",
-        advanced=True,
     )
-    clip: float | None = config_field(
-        None, "model: bound of the (standardised) score's absolute value; unset: none", above=0, advanced=True
+    clip: float | None = _of_model(
+        None, "model: bound of the (standardised) score's absolute value; unset: none", above=0
     )
-    step_differences: bool = config_field(
-        False, "model, per_step: each step's score minus that of the step before", advanced=True
-    )
-    aggregate: str = config_field(
+    step_differences: bool = _of_model(False, "model, per_step: each step's score minus that of the step before")
+    aggregate: str = _of_model(
         "",
         "process reward model without per_step: how the scores of the steps make one; unset: min",
         choices=("min", "product", "mean", "last"),
-        advanced=True,
     )
     weight: float = config_field(1.0, "weight in the sum of rewards")
     pattern: str = config_field(
-        "", "regular expression of the format reward, matched against the whole completion", advanced=True
+        "",
+        "regular expression of the format reward, matched against the whole completion",
+        advanced=True,
+        used_by=("format",),
     )
     answer_column: str = config_field(
-        "answer", "column that holds the right answer; of step_numbers a list of them", advanced=True
+        "answer",
+        "column that holds the right answer; of step_numbers a list of them",
+        advanced=True,
+        used_by=("numeric", "digits", "exact", "math", "step_numbers"),
     )
-    tags: tuple[str, ...] = config_field(
-        ("think", "answer"), "tags: the tagged parts of which a completion consists, in their order", advanced=True
+    tags: tuple[str, ...] = _of_tags(
+        ("think", "answer"), "tags: the tagged parts of which a completion consists, in their order"
     )
-    first_tag_in_prompt: bool = config_field(
-        False, "tags: the prompt ends with the first opening tag, so completions begin after it", advanced=True
+    first_tag_in_prompt: bool = _of_tags(
+        False, "tags: the prompt ends with the first opening tag, so completions begin after it"
     )
     unit: str = config_field(
-        "tokens", "length, repetition: what is counted", choices=("tokens", "words", "characters"), advanced=True
+        "tokens",
+        "length, repetition: what is counted",
+        choices=("tokens", "words", "characters"),
+        advanced=True,
+        used_by=("length", "repetition"),
     )
-    length_target: int = config_field(
-        0, "length: units up to which there is no penalty", min=0, max=10_000_000, advanced=True
+    length_target: int = _of_length(0, "length: units up to which there is no penalty", min=0, max=10_000_000)
+    length_limit: int | None = _of_length(
+        None, "length: units from which the penalty is 1; above length_target", min=1, max=10_000_000
     )
-    length_limit: int | None = config_field(
-        None, "length: units from which the penalty is 1; above length_target", min=1, max=10_000_000, advanced=True
+    length_shape: str = _of_length(
+        "linear", "length: how the penalty rises from target to limit", choices=("linear", "cosine")
     )
-    length_shape: str = config_field(
-        "linear", "length: how the penalty rises from target to limit", choices=("linear", "cosine"), advanced=True
+    length_both_sides: bool = _of_length(False, "length: completions shorter than length_target have a penalty too")
+    ngram_size: int = config_field(
+        3, "repetition: units of an n-gram", min=1, max=100, advanced=True, used_by=("repetition",)
     )
-    length_both_sides: bool = config_field(
-        False, "length: completions shorter than length_target have a penalty too", advanced=True
-    )
-    ngram_size: int = config_field(3, "repetition: units of an n-gram", min=1, max=100, advanced=True)
     scripts: tuple[str, ...] = config_field(
-        (), "language: Unicode scripts of the wanted language", choices=SCRIPTS, advanced=True
+        (), "language: Unicode scripts of the wanted language", choices=SCRIPTS, advanced=True, used_by=("language",)
     )
     timeout_seconds: float = config_field(
         10.0,
@@ -90,33 +121,89 @@ class RewardFields(Table):
         min=1,
         max=256,
         advanced=True,
+        used_by=("function", "math", "format", "reasoning_gym", "code"),
     )
     score: bool = config_field(False, "evaluations average this reward; default: the first")
     binary: bool = config_field(
         False,
         "your own function or judge returns 1 (right) or 0 (wrong), so its mean is an accuracy; else it is a score",
+        used_by=("function", "judge"),
     )
     per_step: bool = config_field(
         False,
         "your own function returns a list for each completion, with a number for each reasoning step, or for "
         "each turn of the model in a conversation",
         advanced=True,
+        used_by=("function", "model", "step_numbers"),
     )
 
-    tests_column: str = config_field("tests", "code: column that holds the hidden tests of a program", advanced=True)
-    partial: bool = config_field(False, "code: the share of passed cases, instead of 1 for all and else 0")
-    time_limit_seconds: float = config_field(
-        5.0, "code: wall time of a program in one case, or in a whole test program", above=0, max=3600, advanced=True
+    tests_column: str = _of_code("tests", "code: column that holds the hidden tests of a program")
+    partial: bool = _of_code(False, "code: the share of passed cases, instead of 1 for all and else 0", advanced=False)
+    time_limit_seconds: float = _of_code(
+        5.0, "code: wall time of a program in one case, or in a whole test program", above=0, max=3600
     )
-    memory_mb: int = config_field(
-        256, "code: address space of each process of a program, in MiB", min=64, max=1 << 20, advanced=True
+    memory_mb: int = _of_code(256, "code: address space of each process of a program, in MiB", min=64, max=1 << 20)
+    process_limit: int = _of_code(4, "code: processes and threads of a program, the first included", min=1, max=64)
+    unsafe_without_sandbox: bool = _of_code(
+        False, "code: run programs without a sandbox, with all rights of the user who trains"
     )
-    process_limit: int = config_field(
-        4, "code: processes and threads of a program, the first included", min=1, max=64, advanced=True
+    judge: str = config_field(
+        "", "or a judge: the address of an OpenAI-compatible server with a model, such as http://127.0.0.1:8000/v1"
     )
-    unsafe_without_sandbox: bool = config_field(
-        False, "code: run programs without a sandbox, with all rights of the user who trains", advanced=True
+    judge_model: str = _of_judge("", "judge: name of the model at that address")
+    judge_prompt: str = _of_judge(
+        "", "judge: the question, with {prompt}, {completion} and {answer} or any other column in it"
     )
+    judge_prompt_file: str = _of_judge("", "judge: or a text file with the question")
+    judge_pattern: str = _of_judge(
+        "",
+        "judge: regular expression whose only group is the score in the reply, at its last match; the score is "
+        "otherwise the last number of the reply",
+    )
+    judge_field: str = _of_judge("", "judge: or the field of a JSON object in the reply, with dots for inner objects")
+    judge_words: tuple[str, ...] = _of_judge(
+        (), 'judge: words that stand for numbers, such as ["good = 1", "bad = 0"]; the last one counts'
+    )
+    judge_range: tuple[float, ...] = _of_judge(
+        (0.0, 1.0), "judge: lowest and highest score; grading fails for a score outside of it"
+    )
+    judge_max_tokens: int = _of_judge(256, "judge: longest reply in tokens", min=1)
+    judge_temperature: float = _of_judge(0.0, "judge: temperature of its replies", min=0, max=10)
+    judge_request: str = _of_judge(
+        "", "judge: further fields of each request, as a JSON object; null takes a field out"
+    )
+    judge_concurrency: int = _of_judge(8, "judge: questions asked at a time", min=1, max=1024)
+    judge_retries: int = _of_judge(
+        3, "judge: further attempts after a fault of the server or the network", min=0, max=100
+    )
+    judge_token_variable: str = _of_judge(
+        "", "judge: environment variable with the access token; the token itself is never written"
+    )
+    judge_token_file: str = _of_judge("", "judge: or a file with the access token")
+    judge_cache: str = _of_judge(
+        "", "judge: folder with the replies, each asked for once; empty: in covey's cache folder"
+    )
+    allow_remote: bool = _of_judge(
+        False, "judge: allow an address on another machine, which receives prompts and completions"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The name of a built-in reward, or "function", "judge" or "model"; empty if the table names no reward."""
+        return self.name or next((kind for kind in ("function", "judge", "model") if getattr(self, kind)), "")
+
+    def uses(self, field: str) -> bool:
+        """True if the reward uses a field."""
+        users = type(self).__dataclass_fields__[field].metadata["used_by"]
+        return not users or self.kind in users
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a built-in reward's function."""
+        if self.built_in is None or self.built_in.runner:
+            return {}
+        taken = (item for item in fields(self) if self.name in item.metadata["used_by"])
+        return {item.name: getattr(self, item.name) for item in taken if item.name not in ("workers", "per_step")}
 
     @property
     def built_in(self) -> BuiltInReward | None:
@@ -138,16 +225,11 @@ class RewardFields(Table):
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or (self.built_in is not None and self.built_in.binary and not self.partial)
 
-
-@dataclass(frozen=True)
-class RewardConfig(JudgeFields, RewardFields):
-    """A [[rewards]] table: a built-in reward, a function or a judge."""
-
     @property
     def process_count(self) -> int:
         """Processes that compute it side by side; 0 if the run's own process computes it."""
         if self.judge:
-            return 1
+            return int(bool(self.judge_pattern))  # which may need exponential time
         if self.built_in is None:
             return (self.workers or 1) if self.function else 0
         return (self.workers or self.built_in.workers or processors()) if self.built_in.has_processes else 0
@@ -155,13 +237,225 @@ class RewardConfig(JudgeFields, RewardFields):
     @property
     def process_bytes(self) -> int:
         """Measured memory of its processes, without what a user's function imports and what a program allocates."""
-        each = JUDGE_MIB if self.judge else PROCESS_MIB if self.built_in is None else self.built_in.resident_mib
+        each = PROCESS_MIB if self.built_in is None else self.built_in.resident_mib
         return self.process_count * each << 20
 
     @property
     def label(self) -> str:
         """The name of the reward in messages and metrics; empty if the table names no reward."""
-        models = {"judge": self.judge, "reward_model": self.model}
-        return (
-            self.name or self.function.rpartition(":")[2] or next((word for word, set_ in models.items() if set_), "")
+        return self.function.rpartition(":")[2] or ("reward_model" if self.kind == "model" else self.kind)
+
+    def faults(self) -> Iterator[Fault]:
+        sources = [kind for kind in ("name", "function", "judge", "model") if getattr(self, kind)]
+        if len(sources) != 1:
+            wrong = " and ".join(sources) or "neither name nor function nor judge nor model"
+            yield Fault(f"the table has {wrong}: give exactly one of them")
+            return
+        if self.weight == 0 and not self.score:
+            yield Fault("weight is 0, so the reward changes nothing: give it a weight or remove it")
+        needed = self.built_in.required if self.built_in is not None else {}
+        for item in fields(self):
+            value, users = getattr(self, item.name), item.metadata["used_by"]
+            is_set = value != item.default and value is not False
+            if item.name in needed and not is_set:
+                example = needed[item.name]
+                yield Fault(f"a {self.name} reward needs a value for {item.name}, such as {item.name} = {example}")
+            if is_set and not self.uses(item.name):
+                yield Fault(f"{item.name} is set, but not used with {self.kind}: remove it, or choose {or_list(users)}")
+        for tag in self.tags:
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", tag):
+                yield Fault(f"the tag {tag!r:.60} must be a word, such as think, without brackets")
+        if len(set(self.tags)) < len(self.tags):
+            yield Fault(f"tags names a tag twice ({', '.join(self.tags)}), and each may occur once")
+        if self.length_limit is not None and self.length_limit <= self.length_target:
+            yield Fault(
+                f"length_limit ({self.length_limit}) must be above length_target ({self.length_target}), because the "
+                "penalty rises from the target to the limit"
+            )
+        if self.binary and self.per_step:
+            yield Fault(
+                "binary = true with per_step = true: evaluations average a step reward over the steps, which is not an "
+                "accuracy; remove binary"
+            )
+        if self.step_differences and not self.per_step:
+            yield Fault("step_differences = true needs per_step = true: add it")
+        if self.aggregate and self.per_step:
+            yield Fault("aggregate is set, but per_step = true gives every step its own score: remove one of them")
+        if self.judge:
+            yield from self._judge_faults()
+
+    def _judge_faults(self) -> Iterator[Fault]:
+        if not self.judge_model:
+            yield Fault("judge_model is empty: give the name of the judge's model")
+        if bool(self.judge_prompt) == bool(self.judge_prompt_file):
+            both = "both judge_prompt and judge_prompt_file" if self.judge_prompt else "no judge_prompt"
+            yield Fault(f"the judge has {both}: give its question once, with {{prompt}} and {{completion}} in it")
+        if self.judge_pattern and self.judge_field:
+            yield Fault("both judge_pattern and judge_field are set: give the one that finds the score")
+        if len(self.judge_range) != 2 or not self.judge_range[0] < self.judge_range[1]:
+            yield Fault("judge_range must be the lowest and the highest score, such as [0, 10]")
+        if self.judge_token_variable and self.judge_token_file:
+            yield Fault("both judge_token_variable and judge_token_file are set: give one")
+
+    def check(self) -> None:
+        _compiled("pattern", self.pattern)
+        if self.built_in is not None and self.built_in.package and find_spec(self.built_in.package) is None:
+            raise ConfigError(
+                f'the {self.name} reward needs a package that is not installed: pip install "covey[{self.name}]"'
+            )
+        if self.function:
+            check_function_name(self.function, "function")
+        if self.model and (fault := reward_model_fault(self.model, per_step=self.per_step)):
+            raise ConfigError(fault)
+        if self.judge:
+            self._check_judge()
+
+    def _check_judge(self) -> None:
+        """Refuse a judge that cannot be asked. Its server is not contacted, and no message has its token."""
+        check_judge_address(self.judge, allow_remote=self.allow_remote)
+        if "{completion}" not in self.judge_question:
+            raise ConfigError("the judge's question has no {completion}, so it does not see what it judges")
+        _ = self.judge_body
+        low, high = self.judge_range
+        for word, value in self.judge_scores.items():
+            if not low <= value <= high:
+                limits = f"{low:g} to {high:g}"
+                raise ConfigError(f"judge_words has {word!r} = {value:g}, outside judge_range ({limits})")
+        groups = _compiled("judge_pattern", self.judge_pattern, re.DOTALL).groups
+        if self.judge_pattern and groups != 1:
+            raise ConfigError(f"judge_pattern needs one group, the score, and has {groups}: 'Score: ([0-9]+)'")
+        variable, file = self.judge_token_variable, self.judge_token_file
+        if variable and not os.environ.get(variable, "").strip():
+            named = f" {variable}" if re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) else ""  # others may be a token
+            raise ConfigError(
+                "judge_token_variable is the name of an environment variable, not the token, and there is no "
+                f"variable{named} with a value: set it"
+            )
+        path = user_path(file, "judge_token_file: ") if file else Path()
+        if file and not path.is_file():
+            raise ConfigError(f"judge_token_file: {missing_file(path, file)}")
+        if variable or file:
+            judge_token(variable, str(path))
+
+    @property
+    def judge_question(self) -> str:
+        """The template of the judge's question. Raises ConfigError if its file cannot be read."""
+        if self.judge_prompt:
+            return self.judge_prompt
+        path = user_path(self.judge_prompt_file, "judge_prompt_file: ")
+        if not path.is_file():
+            raise ConfigError(f"judge_prompt_file: {missing_file(path, self.judge_prompt_file)}")
+        try:
+            return read_file(path, LARGEST_PROMPT).decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ConfigError(f"judge_prompt_file: {self.judge_prompt_file} is not UTF-8 text") from None
+
+    @property
+    def judge_scores(self) -> dict[str, float]:
+        """Word in lower case -> score. Raises ConfigError for an entry that is not 'word = number'."""
+        found: dict[str, float] = {}
+        for entry in self.judge_words:
+            word, _, number = entry.rpartition("=")
+            word = word.strip().lower()
+            try:
+                value = float(number)
+            except ValueError:
+                value = math.nan
+            if not word or not math.isfinite(value):
+                raise ConfigError(f"judge_words has {shortened(entry)}: an entry is a word and its score, 'good = 1'")
+            if word in found:
+                raise ConfigError(f"judge_words has {shortened(word)} twice")
+            found[word] = value
+        return found
+
+    @property
+    def judge_body(self) -> dict[str, Any]:
+        """The fields of each request except its messages. Raises ConfigError if judge_request is not a JSON object."""
+        request: dict[str, Any] = {
+            "model": self.judge_model,
+            "temperature": self.judge_temperature,
+            "max_tokens": self.judge_max_tokens,
+        }
+        if self.judge_request:
+            try:
+                further = parse_json(self.judge_request)
+            except ValueError as error:
+                raise ConfigError(f"judge_request is {error}") from None
+            if not isinstance(further, dict):
+                raise ConfigError("judge_request must be a JSON object, such as '{\"seed\": 1}'")
+            if taken := next((name for name in ("model", "messages", "stream", "n") if name in further), None):
+                raise ConfigError(f"judge_request has {taken!r}, which covey sets itself: remove it")
+            request |= further
+        return {name: value for name, value in request.items() if value is not None}
+
+
+def check_reward(reward: RewardConfig, where: str) -> None:
+    """Refuse a [[rewards]] table that contradicts itself or cannot be used; `where` names it in the message.
+
+    Raises:
+        ConfigError: one line that names the table, the field and the remedy.
+    """
+    try:
+        refuse(reward.faults())
+        reward.check()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _compiled(name: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
+    """A regular expression in the field `name`. Raises ConfigError for text that the module re cannot compile."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets such as [[a], which are read as they stand
+            return re.compile(pattern, flags)
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{name} {shortened(pattern)} is not a regular expression ({reason})") from error
+
+
+def check_judge_address(address: str, *, allow_remote: bool) -> None:
+    """Refuse what is not a plain address of a server, and another machine unless it is allowed.
+
+    Raises:
+        ConfigError: without a password or a query of the address, which may be secret.
+    """
+    if re.match(r"[^/]*/*[^/]*@", address):  # it may have a password, which no message may show
+        raise _secret_in_address("a user name")
+    parts, _ = parse_address(address, "judge ")
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\\]", address):
+        raise ConfigError(
+            f"judge must be an address such as http://127.0.0.1:8000/v1 (is {shortened(public_address(address))})"
         )
+    if parts.query or parts.fragment:
+        raise _secret_in_address("a query")
+    host = parts.hostname
+    try:
+        remote = not is_this_machine(host)
+    except ValueError:
+        return  # a name; the client resolves it
+    if remote and not allow_remote:
+        fix = "write 127.0.0.1" if host in ("0.0.0.0", "::") else "allow it with allow_remote = true"
+        raise ConfigError(f"judge: {host} is another machine, which would receive prompts; {fix}")
+
+
+def _secret_in_address(what: str) -> ConfigError:
+    return ConfigError(
+        f"judge must be a plain address, and this one has {what}; an access token belongs in a file "
+        "(judge_token_file) or an environment variable (judge_token_variable)"
+    )
+
+
+def judge_token(variable: str, file: str) -> str:
+    """The token in an environment variable, or in a file if no variable is named.
+
+    Raises:
+        ConfigError: if there is none that can be sent in a header. The token is not in the message.
+        MachineError: if the file cannot be read.
+    """
+    source = f"the environment variable {variable}" if variable else file
+    content = os.environb.get(os.fsencode(variable), b"") if variable else read_file(Path(file), 2 * LARGEST_TOKEN)
+    if not (token := token_in(content)):
+        raise ConfigError(
+            f"{source} holds no token: one word of at most {LARGEST_TOKEN:,} printable ASCII characters is needed"
+        )
+    return token

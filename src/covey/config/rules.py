@@ -7,7 +7,7 @@ the command line causes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,11 +27,10 @@ from covey.config.llm import RunConfig, check_shards, largest_divisor
 from covey.config.machine import check_threads, refuse_above
 from covey.config.model_sources import locate_model
 from covey.config.replay import importance_cap
-from covey.config.rewards import RewardConfig
-from covey.config.sft import SAMPLES
+from covey.config.rewards import RewardConfig, check_reward
+from covey.config.sft import SAMPLES, SFT_ALGORITHM
 from covey.config.tasks import TASK_CONFIGS, EnvironmentTaskConfig
 from covey.config.token_file import default_token_file, read_token
-from covey.config.validate_rewards import check_rewards
 
 Config = RunConfig | ControlConfig
 
@@ -93,7 +92,8 @@ def validate(
     if config.sampler.kind != "local" and not config.sampler.start and not config.sampler.token_file:
         serve = command("serve", config.model)
         read_token(default_token_file(), f"{serve} creates the access token, start it first")
-    check_rewards(config)
+    for number, reward in enumerate(config.rewards, start=1):
+        check_reward(reward, f"[[rewards]] number {number}")
     locate_model(config.model)
 
 
@@ -106,7 +106,14 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     Raises:
         ConfigError: one line that names the field and the remedy.
     """
+    if config.algorithm == SFT_ALGORITHM:  # the config of a run of covey sft
+        config = replace(config, algorithm=ALGORITHM_NAMES[0])
     check_fields(config)
+    config.check()
+    if not (config.sft.held_out_fraction or config.sft.held_out_path):
+        for name, given in (("sft.patience", config.sft.patience), ("checkpoint.best", config.checkpoint.best)):
+            if given:
+                raise ConfigError(f"{name} needs held-out examples: raise sft.held_out_fraction above 0")
     refuse((*config.chat.faults(), *_unused(config, "conversation."), *_conversation(config)))
     config.chat.check()
     check_threads(config.threads)
@@ -169,6 +176,16 @@ def faults(config: Config, *, own_rewards: bool = False, labels: bool = False) -
     yield from _conversation(config)
     yield from _credit(config, other_rewards=own_rewards or labels)
     yield from _iteration(config, own_rewards=own_rewards)
+    for number, reward in enumerate(config.rewards, start=1):
+        counts_tokens = reward.name == "length" and reward.unit == "tokens" and not reward.length_both_sides
+        if counts_tokens and reward.length_target >= config.rollout_limit:
+            yield Fault(
+                f"[[rewards]] number {number}: length_target ({reward.length_target}) is not below "
+                f"sampling.max_new_tokens ({config.rollout_limit}), so no completion is long enough for a penalty: set "
+                "it lower"
+            )
+    if sum(reward.score for reward in config.rewards) > 1:
+        yield Fault("several [[rewards]] have score = true: evaluation counts one of them, so keep one")
     if config.sampler.kind == "vllm" and config.sampling.min_new_tokens:
         yield Fault(
             "sampling.min_new_tokens is for covey's own samplers, because vLLM's log-probabilities are those of the "

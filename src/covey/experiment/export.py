@@ -13,7 +13,7 @@ from covey.config.lora import read_adapter_config
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, find_origin, locate_model
 from covey.experiment.inference import precision_of
 from covey.experiment.model_card import base_of, licence_of, model_card
-from covey.llm.model.gguf_export import plan_gguf, write_gguf
+from covey.llm.model.gguf import plan_gguf, write_gguf
 from covey.llm.model.loading import holds_adapter, load_adapted_checkpoint, load_model, resolve_checkpoint
 from covey.llm.model.lora import add_adapter, load_adapter, save_adapter
 from covey.runtime.device import choose_precision

@@ -15,7 +15,7 @@ from covey.experiment.conversations import RolloutKind, build_rollout_kind
 from covey.experiment.evaluate_llm import answer_records, answers, by_kind, nothing_scored, scores_of, unscored
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts, opened_problem
-from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat

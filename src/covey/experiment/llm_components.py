@@ -25,9 +25,8 @@ from covey.experiment.build import build_algorithm
 from covey.experiment.divided_weights import Models
 from covey.experiment.own_algorithm import check_own
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.llm.model.chat import Chat
+from covey.llm.model.chat import Chat, TokenTexts
 from covey.llm.model.loading import load_checkpoint_weights
-from covey.llm.model.token_texts import TokenTexts
 from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display

@@ -7,9 +7,8 @@ from covey.config.machine import memory_bytes
 from covey.config.torchrun import ranks_of_machine
 from covey.data import Team
 from covey.experiment.plan import count_reward_models
-from covey.llm.memory.adapter_memory import frozen_parameters, trained_parameters
 from covey.llm.memory.dimensions import find_model_config, read_dimensions
-from covey.llm.memory.estimate import critic_weights_of
+from covey.llm.memory.estimate import critic_weights_of, frozen_parameters, trained_parameters
 from covey.llm.model.loading import find_model
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
 from covey.runtime.distributed import exchange_json

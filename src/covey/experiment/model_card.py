@@ -14,7 +14,7 @@ from covey.config.model_sources import ModelKind, Origin, find_origin, locate_mo
 from covey.config.recipe import config_from_dict
 from covey.config.recipe_writing import config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
-from covey.llm.memory.dimensions import read_gguf_license
+from covey.llm.model.gguf import read_gguf_license
 from covey.tracking.run_store import HELD_OUT_FOLDER, STOPPED_FILE, SUMMARY_FILE, read_metrics
 from covey.tracking.score_kinds import SCORE, SCORE_KINDS
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from covey.config import ConfigError
 from covey.config.faults import path_error
 from covey.data import Batch
-from covey.llm.model.folder import read_weight_files
+from covey.llm.model.files import read_weight_files
 from covey.llm.model.logprobs import ActionHiddenStates, hidden_states_for_actions
 from covey.llm.model.lora import Adapter, save_adapter
 from covey.llm.model.pretrained import build, read_config, save_weights, trunk_class

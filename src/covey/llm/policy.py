@@ -23,7 +23,9 @@ from covey.llm.generation.backend import Backend, Sampling, choose_backend
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.logprobs import (
     EVERY,
+    NO_MINIMUM,
     ActionHiddenStates,
+    MinimumLength,
     exact_kl,
     hidden_states_for_actions,
     row_lengths,
@@ -32,7 +34,6 @@ from covey.llm.model.logprobs import (
     token_logprobs,
 )
 from covey.llm.model.lora import merged_tensors, with_present_adapter
-from covey.llm.model.minimum_length import NO_MINIMUM, MinimumLength
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import order_rows, split_rows
 from covey.llm.model.pretrained import save_weights

@@ -17,7 +17,7 @@ from covey.llm.generation.generator import (
     Generator,
     RandomKey,
 )
-from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.model.chat import Chat, Message, ToolSchema
 from covey.llm.model.stop_strings import StopStrings
 

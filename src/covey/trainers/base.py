@@ -23,8 +23,7 @@ from covey.data import EndReason, Group, Policy, Rollout, Start
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
-from covey.llm.model.checks import check_tokenizer
-from covey.llm.model.loading import LoadedModel, load_model, wrap_model
+from covey.llm.model.loading import LoadedModel, check_tokenizer, load_model, wrap_model
 from covey.llm.model.lora import Adapter, AdapterWeights, add_adapter, save_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy

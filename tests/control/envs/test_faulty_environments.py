@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,30 +177,38 @@ def test_the_thread_of_a_watchdog_ends_with_it():
     assert not thread.is_alive()
 
 
-def test_a_fault_ends_the_run_in_one_line_and_what_was_learned_stays(register, tmp_path):
+@pytest.mark.parametrize(
+    ("rollouts", "environment"),
+    [
+        ({}, {}),
+        ({"kind": "branches"}, {}),
+        ({}, {"vectorization": "sync"}),
+        ({}, {"vectorization": "async"}),
+        ({"kind": "fragments"}, {"vectorization": "sync"}),
+    ],
+    ids=["episodes", "branches", "sync", "async", "fragments"],
+)
+def test_a_fault_ends_the_run_in_one_line_and_what_was_learned_stays(rollouts, environment, register, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+
     class Late(Faulty):
-        resets = 0
-
-        def reset(self, **options: Any) -> Any:
-            Late.resets += 1
-            return super().reset(**options)
-
         def step(self, action: int) -> Any:
-            if Late.resets > 10:
+            if list(checkpoints.glob("step-*2/manifest.json")):
                 raise ValueError("out of luck")
             return super().step(action)
 
     register(Late)
     tables = {
         "algorithm": "grpo", "steps": 50, "run_dir": str(tmp_path / "run"),
-        "environment": {"id": NAME}, "rollouts": {"starts_per_step": 2, "group_size": 2},
-        "evaluation": {"episodes": 2}, "checkpoint": {"every": 1},
+        "environment": {"id": NAME, **environment}, "evaluation": {"episodes": 2}, "checkpoint": {"every": 1},
+        "rollouts": {"starts_per_step": 2, "group_size": 2, **rollouts},
     }  # fmt: skip
-    with pytest.raises(
-        EnvironmentFault, match=f"^environment '{NAME}', step 1 of the episode .*: ValueError: out of luck$"
-    ):
+    if rollouts.get("kind") == "fragments":
+        tables |= {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 8}}
+    line = rf"step \d of the episode .*: ValueError: out of luck \({Path(__file__).name} line \d+\)"
+    with pytest.raises(EnvironmentFault, match=f"^environment '{NAME}', {line}$"):
         run(config_from_dict(tables))
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+    assert list(checkpoints.glob("step-*/manifest.json"))
 
 
 @pytest.mark.parametrize("fault", ["raises", "four values", "NaN observed", "None paid"])

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import signal
 import time
 from typing import Any
 
@@ -174,6 +175,38 @@ def test_a_process_that_fails_once_is_started_again_and_the_numbers_are_the_same
     ):
         found = collected()
     assert found == collected(vectorization="sync")
+
+
+def test_branches_of_a_state_go_on_after_their_process_died(register):
+    """The state was packed in another process; in the second round the process dies in the middle of the branches."""
+
+    class Walk(Faulty):
+        def step(self, action: int) -> Any:
+            _, *rest = super().step(action)
+            return np.clip(self.np_random.normal(size=2).astype(np.float32) * (1 + action), -1, 1), *rest
+
+    config = register(Walk)
+    trunks, branches = (make_environments(config, count, copies_states=True) for count in (1, 2))
+    assert trunks.snapshots
+    trunks.reset([3])
+    observed = trunks.step(np.zeros(1, dtype=np.int64)).observation_ND[0]
+    state = trunks.snapshot(0)
+
+    def branch(*, dies: bool) -> list[bytes]:
+        found = [branches.restore(slot, state) for slot in (0, 1)]
+        assert all(np.array_equal(one, observed) for one in found)
+        for made in range(3):
+            if dies and made == 2:
+                os.kill(branches._vector._process._number, signal.SIGKILL)
+            step = branches.step(np.array([made % 2, 0]))
+            found += [step.observation_ND, step.reward_N, step.truncated_N]
+        return [array.tobytes() for array in found]
+
+    whole = branch(dies=False)
+    with pytest.warns(UserWarning, match="It was started again"):
+        assert branch(dies=True) == whole
+    for environments in (trunks, branches):
+        environments.close()
 
 
 def test_an_environment_that_dies_while_it_is_made_is_refused(register):

@@ -197,18 +197,15 @@ class Shared(counting_environment.Counting):
 
 
 class Uncopyable(counting_environment.Counting):
-    def __deepcopy__(self, memo: dict) -> None:
+    def __reduce__(self) -> str:
         raise TypeError("cannot be copied")
 
 
 class Forgetful(counting_environment.Counting):
     """Its copies draw other episodes."""
 
-    def __deepcopy__(self, memo: dict) -> Forgetful:
-        twin = type(self)()
-        twin.__dict__.update(self.__dict__)
-        twin.np_random = np.random.default_rng(1)
-        return twin
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_np_random": np.random.default_rng(1)}
 
 
 class Patient(Forgetful):

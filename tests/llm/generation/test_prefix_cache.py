@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.llm.generation.conversation_batch import PrefixCache
 from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator, with_shared_prefix
 from covey.llm.generation.native_decoder import KeptRow, _SharedPrompt
-from covey.llm.generation.prefix_cache import PrefixCache
 from covey.llm.generation.turns import OpenConversations, TurnAnswer
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from covey.data import EndReason, Start
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler

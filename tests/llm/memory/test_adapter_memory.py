@@ -15,9 +15,8 @@ from covey.config import ConfigError, CriticConfig, LoRAConfig, LossConfig, Refe
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.plan import check_memory, plan_memory
 from covey.llm.generation import backend
-from covey.llm.memory.adapter_memory import activation_change, adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
-from covey.llm.memory.estimate import activation_bytes, predict
+from covey.llm.memory.estimate import activation_bytes, activation_change, adapter_parameters, predict
 from covey.llm.model.lora import add_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy

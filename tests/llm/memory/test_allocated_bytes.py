@@ -20,7 +20,7 @@ from covey.llm.generation import local_generator, native_decoder, shared_prefix_
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.decoder import token_bytes
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.prepacked_linear import PackedLinears
+from covey.llm.generation.packed_layers import PackedLinears
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
 from covey.llm.memory.estimate import predict

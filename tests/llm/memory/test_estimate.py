@@ -247,12 +247,15 @@ def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
             RewardConfig(name="numeric"),
             RewardConfig(name="code", workers=3),
             RewardConfig(judge="http://127.0.0.1/v1", judge_model="m", judge_prompt="{completion}"),
+            RewardConfig(
+                judge="http://127.0.0.1/v1", judge_model="m", judge_prompt="{completion}", judge_pattern="(.)"
+            ),
         ),
     )
     without = replace(config, rewards=())
-    assert [reward.process_bytes >> 20 for reward in config.rewards] == [160, 240, 15, 60, 0, 45, 40]
+    assert [reward.process_bytes >> 20 for reward in config.rewards] == [160, 240, 15, 60, 0, 45, 0, 15]
     assert RewardConfig(name="code").process_bytes >> 20 == 15 * processors()
-    assert _planned(config) - _planned(without) == pytest.approx(560 / 1024, abs=0.02)
+    assert _planned(config) - _planned(without) == pytest.approx(535 / 1024, abs=0.02)
     assert "other processes" in check_memory(config)
     assert "other processes" not in check_memory(without)
     task_s_own = replace(without, task=ReasoningGymConfig())
@@ -299,8 +302,8 @@ def test_without_kernels_the_keys_of_the_rows_that_stay_are_copied(smollm2: Dime
 
 
 def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
-    from covey.llm.generation.native_layers import PackedStack, TiledStack
-    from covey.llm.generation.prepacked_linear import PackedLinear, PackedLinears
+    from covey.llm.generation.native_decoder import PackedStack, TiledStack
+    from covey.llm.generation.packed_layers import PackedLinear, PackedLinears
     from covey.llm.model.architecture import is_llama_like
     from covey.llm.native.bindings import kernels_for
 
@@ -379,7 +382,7 @@ def test_where_a_config_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no Hugging Face model; the folder .*model has one"):
         find_model_config(str(tmp_path))
     assert find_model_config(str(file)) == {"hidden_size": 8}
-    for text, message in (("{", "not valid JSON"), ("[]", "must hold an object")):
+    for text, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             find_model_config(str(tmp_path / "model"))

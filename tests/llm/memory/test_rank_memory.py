@@ -18,9 +18,8 @@ from covey.config import (
 )
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.memory_of_ranks import must_shard
-from covey.llm.memory.adapter_memory import adapter_parameters
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
-from covey.llm.memory.estimate import MemoryPlan, largest_microbatch, microbatches_of_shard, predict
+from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.memory.rank_memory import (
     predict_sharded,
     rollout_bytes,

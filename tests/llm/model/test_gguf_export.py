@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from covey.cli.export import GGUF_TYPES as NAMES
 from covey.cli.main import main
 from covey.config import ConfigError
-from covey.llm.model.gguf_export import GGUF_TYPES, plan_gguf, write_gguf
+from covey.llm.model.gguf import GGUF_TYPES, plan_gguf, write_gguf
 from helpers.tiny_models import CHAT_TEMPLATE, tiny_folder, tiny_model, tiny_tokenizer
 
 TEXT = "What is 12 + 345? It's 357.\n\nDon't   <b>ask</b> Grüße 🦆<end>"

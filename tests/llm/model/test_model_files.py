@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.config import ConfigError
-from covey.llm.model.checks import check_forward
-from covey.llm.model.folder import TEMPLATE_FILE
-from covey.llm.model.foreign_files import check_model_config
-from covey.llm.model.loading import check_model_files, load_model, wrap_model
+from covey.llm.model.files import TEMPLATE_FILE, check_model_config
+from covey.llm.model.loading import check_forward, check_model_files, load_model, wrap_model
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import CHARACTERS, tiny_folder, tiny_gguf, tiny_model, tiny_tokenizer
 
@@ -343,7 +341,7 @@ REFUSED = {
     "nan": (nan, r"32 of the 2,048 numbers of its weight model.layers.1.mlp.up_proj.weight are NaN or infinite"),
     "infinite": (infinite, r"1 of the 32 numbers of its weight model.norm.weight are NaN or infinite"),
     "config is no JSON": (file("config.json", "{"), "config.json is damaged: not valid JSON"),
-    "config is a list": (file("config.json", "[]"), "config.json is no config.json of a model: it must hold an object"),
+    "config is a list": (file("config.json", "[]"), "config.json is damaged: it must hold a JSON object"),
     "config is deep": (file("config.json", "[" * 10**5), "config.json is damaged: "),
     "generation config": (file("generation_config.json", "{{"), "generation_config.json is damaged: not valid JSON"),
     "end token is text": (file("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x' is no token id"),

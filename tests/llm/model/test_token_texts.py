@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from covey.llm.model.token_texts import TokenTexts
+from covey.llm.model.chat import TokenTexts
 from covey.tracking.records import encode
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.remote import wire
 from covey.runtime.foreign_json import BadJson
 

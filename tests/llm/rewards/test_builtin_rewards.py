@@ -40,7 +40,7 @@ def test_impossible_rewards_are_refused():
         (RewardConfig(), "neither name nor function"),
         (RewardConfig(name="numbers"), "numeric"),
         (RewardConfig(name="format"), "needs a value for pattern"),
-        (RewardConfig(name="format", pattern="(a"), "no regular expression"),
+        (RewardConfig(name="format", pattern="(a"), "not a regular expression"),
         (RewardConfig(name="numeric", weight=float("nan")), "finite"),
         (RewardConfig(name="numeric", timeout_seconds=0.0), "timeout_seconds"),
         (RewardConfig(function="no_colon"), "file.py:function or module:function"),
@@ -119,14 +119,14 @@ def test_long_hostile_completions_take_no_time_in_the_runs_own_process(function)
 
 @pytest.mark.parametrize("name", BUILT_IN_REWARDS)
 def test_every_entry_is_a_function_that_takes_its_options(name):
-    entry = BUILT_IN_REWARDS[name]
+    entry, reward = BUILT_IN_REWARDS[name], RewardConfig(name=name)
+    options = {field.name for field in fields(reward) if name in field.metadata["used_by"]}
     parameters = inspect.signature(load_function(entry.function)).parameters
-    assert set(entry.arguments) <= set(parameters)
-    assert set(entry.required) <= set(entry.options)
-    assert {option for option in parameters if option in FIELDS} == set(entry.arguments)
-    assert ("workers" in entry.options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
+    assert set(entry.required) <= options
+    assert {option for option in parameters if option in FIELDS} == set(reward.arguments) <= options
+    assert ("workers" in options) == (entry.one_by_one or entry.own_process or bool(entry.runner))
     if entry.shortcut:
-        assert set(entry.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
+        assert set(reward.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step
     file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
     assert file.stem in (name, f"{name}_process"), "the file has the reward's name"
@@ -136,11 +136,11 @@ def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
     own = {"function": f"{tmp_path}/mine.py:mine"}
     for options, message in [
-        ({"name": "numeric", "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({"name": "countdown", "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({**own, "pattern": "a"}, "sets pattern, which only the format reward uses: take it out"),
-        ({**own, "answer_column": "gold"}, "sets answer_column, which only the numeric, digits, exact"),
-        ({"name": "numeric", "per_step": True}, "name a function of your own, or step_numbers"),
+        ({"name": "numeric", "pattern": "a"}, "pattern is set, but not used with numeric: remove it, or choose format"),
+        ({"name": "countdown", "answer_column": "gold"}, "answer_column is set, but not used with countdown"),
+        ({**own, "pattern": "a"}, "pattern is set, but not used with function: remove it, or choose format"),
+        ({**own, "answer_column": "gold"}, "or choose numeric, digits, exact, math or step_numbers"),
+        ({"name": "numeric", "per_step": True}, "or choose function, model or step_numbers"),
     ]:
         with pytest.raises(ConfigError, match=message):
             build_grader([RewardConfig(**options)], ())

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
@@ -509,7 +509,7 @@ def test_the_function_has_the_signature_of_trl() -> None:
      ({"function": "f.py:g", "unsafe_without_sandbox": True}, "unsafe_without_sandbox")],
 )  # fmt: skip
 def test_fields_of_the_reward_are_refused_for_others(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"{named}, which only the .*code reward"):
+    with pytest.raises(ConfigError, match=f"{named} is set, but not used with .*code"):
         check_reward(RewardConfig(**fields), "[[rewards]] number 1")  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, validate_rewards
+from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, rewards
 from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.rules import validate
 from covey.llm.grader import GradingError, build_grader
@@ -136,7 +136,7 @@ def test_the_worker_has_its_memory_limited(tmp_path):
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
-    monkeypatch.setattr(validate_rewards, "find_spec", lambda name: None)
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     config = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="math"),))
     with pytest.raises(ConfigError, match=r'number 1: the math reward needs a package.*pip install "covey\[math\]"'):
         validate(config)

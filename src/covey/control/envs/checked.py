@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from covey.config import RunError
+from covey.runtime.worker.child import user_line
 
 LARGEST_REWARD = 1e12  # the square of the sum over an episode is a number in fp32
 
@@ -93,7 +94,8 @@ def fault_of(error: Exception, where: str) -> EnvironmentFault:
         text = ""
     kind = type(error).__name__
     own = isinstance(error, TypeError | ValueError) and text.startswith(("its ", "terminated is", "truncated is"))
-    return EnvironmentFault(f"{where}: {text[:300] if own else f'{kind}: {text[:300]}' if text else kind}")
+    what = text[:300] if own else f"{kind}: {text[:300]}" if text else kind
+    return EnvironmentFault(f"{where}: {what}{user_line(error)}")
 
 
 def _shown(value: Any) -> str:

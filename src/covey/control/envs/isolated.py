@@ -13,7 +13,6 @@ Shape legend: N slots (copies).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import signal
@@ -36,12 +35,12 @@ from covey.config import ConfigError
 from covey.control.envs.checked import EnvironmentFault, fault_of
 from covey.control.envs.manual_reset import FAILED, ManualResetVectorEnv, place_of
 from covey.control.envs.registration import refuse_broken
+from covey.runtime.worker.child import end_with_parent, ending
 
 CLOSE_SECONDS = 2.0  # for the `close` of the environments
 DESCRIBED = (
     "num_envs", "observation_space", "single_observation_space", "single_action_space", "action_space", "metadata",
 )  # fmt: skip
-_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 class ProcessFault(EnvironmentFault):
@@ -66,8 +65,9 @@ class IsolatedVectorEnv(VectorEnv):
         self._make, self._name, self._timeout_seconds = make, name, timeout_seconds
         self._place = np.frombuffer(mmap.mmap(-1, 24), dtype=np.int64)
         self._start()
-        # Of the episode in each slot: the seed, the actions so far, and the last observation.
-        self._seeds: list[int] = [0] * self.num_envs
+        # Of the episode in each slot: the seed or the packed state in which it began, the actions since, and the last
+        # observation.
+        self._origins: list[int | bytes] = [0] * self.num_envs
         self._actions: list[list[Any]] = [[] for _ in range(self.num_envs)]
         self._observed: list[Any] = [None] * self.num_envs
         self._going_N, self._failed_N = np.zeros((2, self.num_envs), dtype=np.bool_)
@@ -77,7 +77,7 @@ class IsolatedVectorEnv(VectorEnv):
         self._failed_N &= ~mask_N
         observations, infos = self._repeated("reset_slots", seed, options)
         for slot in np.flatnonzero(mask_N).tolist():
-            self._seeds[slot], self._actions[slot] = seed[slot], []
+            self._origins[slot], self._actions[slot] = seed[slot], []
         self._going_N |= mask_N
         self._observed = list(iterate(self.observation_space, observations))
         return observations, infos
@@ -92,6 +92,24 @@ class IsolatedVectorEnv(VectorEnv):
         self._going_N &= ~(terminated_N | truncated_N)
         self._observed = list(iterate(self.observation_space, observations))
         return observations, rewards, terminated_N, truncated_N, infos
+
+    def copies_states(self) -> bool:
+        """True if a state of the environment can be packed, and a copy of it behaves exactly like the original."""
+        exact: bool = self._ask("packs_states")
+        return exact
+
+    def snapshot(self, slot: int) -> bytes:
+        """The state of a copy."""
+        state: bytes = self._ask("pack", slot)
+        return state
+
+    def restore(self, slot: int, state: bytes) -> Any:
+        """Put a copy of a state, also of another vector environment, into a slot; returns its last observation."""
+        self._failed_N[slot] = False
+        observation = self._repeated("unpack", slot, state)
+        self._origins[slot], self._actions[slot] = state, []
+        self._going_N[slot], self._observed[slot] = True, observation
+        return observation
 
     def render(self) -> Any:
         return self._ask("render")
@@ -112,7 +130,7 @@ class IsolatedVectorEnv(VectorEnv):
             try:
                 return self._ask(call, *arguments)
             except ProcessFault as fault:
-                if self._observed[0] is None or fault.slot < 0:
+                if fault.slot < 0 or self._observed[fault.slot] is None:
                     raise  # nothing has begun
                 self._failed_N[fault.slot] |= fault.slot in once
                 what = "that episode is left out" if fault.slot in once else "its episodes were played again"
@@ -128,10 +146,12 @@ class IsolatedVectorEnv(VectorEnv):
             ProcessFault: if they end in another observation.
         """
         for slot, observed in enumerate(self._observed):
+            if observed is None:
+                continue
             if self._failed_N[slot]:
                 self._ask("rest", slot, observed, skips_reset)
                 continue
-            found = self._ask("replay", slot, self._seeds[slot], self._actions[slot])
+            found = self._ask("replay", slot, self._origins[slot], self._actions[slot])
             flat, known = (
                 np.asarray(gym.spaces.flatten(self.single_observation_space, one)) for one in (found, observed)
             )
@@ -205,13 +225,8 @@ class _Process:
         for kill in (os.killpg, os.kill):  # it may not have its group yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self._number, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
-        self._ended = f"ended by itself with exit code {code}" if code >= 0 else f"was killed by {_signal(-code)}"
+        self._ended = ending(os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1]))
         return self._ended
-
-
-def _signal(number: int) -> str:
-    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def _serve(make: Callable[[], ManualResetVectorEnv], name: str, place: NDArray[np.int64], pipe: Connection) -> NoReturn:
@@ -220,8 +235,7 @@ def _serve(make: Callable[[], ManualResetVectorEnv], name: str, place: NDArray[n
     try:
         os.setpgid(0, 0)  # Ctrl-C in a terminal does not reach it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent()
         _answer_calls(make, name, place, pipe)
         code = 0
     except SystemExit as error:  # of the environment

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
@@ -45,7 +46,7 @@ class ActionRepeat(gym.Wrapper):
         self.observation: Any = None  # the last one
         self.slot = 0
         self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
-        self._skips_reset = False
+        self.skips_reset = False
 
     @property
     def place(self) -> str:
@@ -53,12 +54,11 @@ class ActionRepeat(gym.Wrapper):
         return place_of(self._name, self._seed, self._steps)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        if self._skips_reset:
-            self._skips_reset = False
+        if self.skips_reset:
+            self.skips_reset = False
             return self.observation, {}
         self._over, self._seed, self._steps = False, seed, 0
-        if self.known_place is not None:
-            self.known_place[:] = self.slot, -1 if seed is None else seed, 0
+        self.note_place()
         try:
             answer = self.env.reset(seed=seed, options=options)
             if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -68,9 +68,14 @@ class ActionRepeat(gym.Wrapper):
             raise fault_of(error, self.place) from error
         return self.observation, {}
 
+    def note_place(self) -> None:
+        """Tell another process in which slot, episode and step a call is."""
+        if self.known_place is not None:
+            self.known_place[:] = self.slot, -1 if self._seed is None else self._seed, self._steps
+
     def rest(self, observation: Any, *, skips_reset: bool) -> None:
         """Ignore steps until the next reset; with `skips_reset` until the one after it."""
-        self._over, self.observation, self._skips_reset = True, observation, skips_reset
+        self._over, self.observation, self.skips_reset = True, observation, skips_reset
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._over:
@@ -79,8 +84,7 @@ class ActionRepeat(gym.Wrapper):
         try:
             for made in range(1, self._repeat + 1):  # noqa: B007
                 self._steps += 1
-                if self.known_place is not None:
-                    self.known_place[:] = self.slot, -1 if self._seed is None else self._seed, self._steps
+                self.note_place()
                 observation, reward, ended, cut, _ = self.env.step(action)
                 self.observation = checked_observation(observation, self.observation_space)
                 total += checked_reward(reward)
@@ -111,12 +115,14 @@ class ManualResetVectorEnv(SyncVectorEnv):
         """As `reset`, with arguments by position."""
         return self.reset(seed=seed, options=options)
 
-    def replay(self, slot: int, seed: int, actions: Sequence[Any]) -> Any:
-        """Play an episode again in a slot; returns its last observation."""
-        env = self.envs[slot]
-        self._env_obs[slot], _ = env.reset(seed=seed)
+    def replay(self, slot: int, origin: int | bytes, actions: Sequence[Any]) -> Any:
+        """Play an episode again in a slot, from its seed or a packed state; returns its last observation."""
+        if isinstance(origin, bytes):
+            self.unpack(slot, origin)
+        else:
+            self._env_obs[slot], _ = self.envs[slot].reset(seed=origin)
         for action in actions:
-            self._env_obs[slot] = env.step(action)[0]
+            self._env_obs[slot] = self.envs[slot].step(action)[0]
         return self._env_obs[slot]
 
     def rest(self, slot: int, observation: Any, skips_reset: bool) -> Any:
@@ -135,6 +141,33 @@ class ManualResetVectorEnv(SyncVectorEnv):
         self.envs[slot] = env
         self._env_obs[slot] = env.observation  # type: ignore[attr-defined]
         return self._env_obs[slot]
+
+    def pack(self, slot: int) -> bytes:
+        """The state of a sub-environment as bytes, for another process."""
+        env: Any = self.envs[slot]
+        env.note_place()
+        return _packed(env)
+
+    def unpack(self, slot: int, state: bytes) -> Any:
+        """Put a packed sub-environment into a slot; returns its last observation."""
+        before: Any = self.envs[slot]
+        before.note_place()
+        if before.skips_reset:
+            before.skips_reset = False
+            return before.observation
+        env = cloudpickle.loads(state)  # of a process of this run
+        env.slot, env.known_place = before.slot, before.known_place
+        self.envs[slot], self._env_obs[slot] = env, env.observation
+        return env.observation
+
+    def packs_states(self) -> bool:
+        """True if `pack` and `unpack` make exact copies."""
+        return copies_are_exact(self.env_fns[0], lambda env: cloudpickle.loads(_packed(env)))
+
+
+def _packed(env: gym.Env) -> bytes:
+    packed: bytes = cloudpickle.dumps(env)
+    return packed
 
 
 class AsyncWithDeadline(AsyncVectorEnv):
@@ -189,8 +222,8 @@ class AsyncWithDeadline(AsyncVectorEnv):
         self.close(terminate=True)
 
 
-def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:
-    """True if a deep copy of the environment behaves exactly like the original, and does not change it.
+def copies_are_exact(make_one: Callable[[], gym.Env], copied: Callable[[gym.Env], gym.Env] = copy.deepcopy) -> bool:
+    """True if a copy of the environment behaves exactly like the original, and does not change it.
 
     Simulators written in C often share their state between copies, or cannot be copied.
     """
@@ -200,8 +233,8 @@ def deepcopy_is_exact(make_one: Callable[[], gym.Env]) -> bool:
         actions = [env.action_space.sample() for _ in range(2 * PROBE_STEPS)]
         env.reset(seed=0)
         _trace(env, actions[:PROBE_STEPS])
-        snapshot = copy.deepcopy(env)
-        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copy.deepcopy(snapshot), snapshot)]
+        snapshot = copied(env)
+        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copied(snapshot), snapshot)]
         return traces[0] == traces[1] == traces[2]
     except Exception:  # any exception of a user's environment means that it cannot be copied
         return False

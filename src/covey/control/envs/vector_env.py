@@ -31,7 +31,7 @@ from covey.control.envs.manual_reset import (
     ActionRepeat,
     AsyncWithDeadline,
     ManualResetVectorEnv,
-    deepcopy_is_exact,
+    copies_are_exact,
 )
 from covey.control.envs.registration import find_spec, refuse_broken
 from covey.control.envs.spaces import SpaceAdapter
@@ -85,9 +85,11 @@ class Environments:
         """True if states can be copied exactly, which the first access tests on a separate copy."""
         if self._snapshots is None:
             self._snapshots = isinstance(self._vector, BatchedCartPole) or (
-                isinstance(self._vector, ManualResetVectorEnv)
+                self._vector.copies_states()
+                if isinstance(self._vector, IsolatedVectorEnv)
+                else isinstance(self._vector, ManualResetVectorEnv)
                 and self._make_one is not None
-                and deepcopy_is_exact(self._make_one)
+                and copies_are_exact(self._make_one)
             )
         return self._snapshots
 
@@ -194,7 +196,8 @@ def make_environments(
         config: of the environment.
         count: number of copies.
         render_mode: that of Gymnasium.
-        copies_states: whether states will be copied, for which an environment is in this process.
+        copies_states: whether states will be copied; an environment whose state cannot be packed for another process is
+            in this one.
 
     Raises:
         ConfigError: for an unknown id, a missing package, unsupported spaces, or a combination of settings that the
@@ -211,8 +214,11 @@ def make_environments(
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
             return Environments(BatchedCartPole(count, limit), config)
-        if config.vectorization == "auto" and not known and not copies_states:
-            return Environments(IsolatedVectorEnv(make_all, config.id, config.timeout_seconds), config)
+        if config.vectorization == "auto" and not known:
+            isolated = IsolatedVectorEnv(make_all, config.id, config.timeout_seconds)
+            if not copies_states or isolated.copies_states():
+                return Environments(isolated, config)
+            isolated.close()
         SpaceAdapter(*_spaces(make_one), config.id)  # refuses spaces before processes are started
         if config.vectorization == "async":
             kind: Any = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)

@@ -15,6 +15,7 @@ S prompts, N completions of all prompts, T tokens of the longest completion, V v
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.llm.generation.decoder import Decoder
-from covey.llm.generation.token_sampling import sample_tokens
-from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.generation.native_decoder import NativeDecoder
+from covey.llm.generation.token_sampling import WHOLE, Truncation, sample_tokens
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
@@ -74,6 +75,7 @@ class ContinuousBatch:
         self.open_R = np.empty(0, dtype=np.int64)  # indices of the open completions among the N
         self.branch_R = np.empty(0, dtype=np.int64)  # branch of each, ascending
         self.fed_B = torch.empty(0, dtype=torch.int64)  # last token of each branch
+        self.fed: list[tuple[int, ...]] | None = None  # tokens of every branch in the next step; None: `fed_B`
 
     def add(self, prompts: Sequence[Sequence[int]], uniforms_NT: NDArray[np.float64]) -> None:
         """Add prompts while others are generated, with as many completions each and the same token limit."""
@@ -110,6 +112,9 @@ class ContinuousBatch:
         self._fork(self._retire(tokens_R), logits_BV)
 
     def _step(self) -> list[Tensor]:
+        fed, self.fed = self.fed, None
+        if fed is not None:
+            return [cast(NativeDecoder, self.decoder).extend(fed)]
         return [self.decoder.step(self.fed_B)] if len(self.open_R) else []
 
     def _admit(self) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Requests wait in a queue. Those at its beginning with equal settings, number of completions and shared prefix are
 generated in one batch, and further ones are admitted between two tokens, as rows become free. A change of the weights
 is a job in the same queue: the batch before it ends first. Turns of conversations begin with the keys and values of the
-turns before them (`prefix_cache.py`).
+turns before them (`PrefixCache`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.llm.generation.batch import ContinuousBatch
+from covey.llm.generation.conversation_batch import PrefixCache, TurnBatch
 from covey.llm.generation.generator import GenerationRequest, GenerationResult, GenerationSettings
 from covey.llm.generation.local_generator import (
+    batch_arguments,
     completion_of,
     fitting_rows,
     non_finite,
@@ -31,7 +31,6 @@ from covey.llm.generation.local_generator import (
     request_uniforms,
     row_bytes,
 )
-from covey.llm.generation.prefix_cache import PrefixCache, TurnBatch
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.device import device_kind
 
@@ -172,7 +171,8 @@ class Engine:
                     job.future.set_result([replace(one, cached_tokens=cached) for one in found])
                 handed_out = len(batch.complete)
                 if self._queue and len(jobs) < MOST_REQUESTS and (later := self._take(kind)):
-                    batch.add([job.request.prompt for job in later], _uniforms(later))
+                    uniforms_NT = np.concatenate([request_uniforms(job.request) for job in later])
+                    batch.add([job.request.prompt for job in later], uniforms_NT)
                     jobs += later
         except FloatingPointError:
             for job in jobs:
@@ -190,21 +190,7 @@ class Engine:
             tokens += max(map(len, prompts))
         fitting = self.rows or fitting_rows(row_bytes(backend, prompts, tokens), device_kind(module.device))
         rows = max(min(fitting, max(ROWS, len(jobs) * completions)), completions)
-        arguments: dict[str, Any] = {
-            "prompts": prompts,
-            "uniforms_NT": _uniforms(jobs),
-            "max_rows": rows,
-            "temperature": settings.temperature,
-            "end_ids": settings.end_ids,
-            "kernels": backend.kernels,
-            "shared_prefix": settings.shared_prefix,
-            "stop": settings.stop,
-            "truncation": settings.truncation,
-        }
+        arguments = batch_arguments(backend, [job.request for job in jobs], rows)
         if settings.continues and (decoder := backend.conversation_decoder(module, rows, tokens)):
             return TurnBatch(decoder, self.cache, **arguments)
         return ContinuousBatch(backend.decoder(module, rows, tokens), **arguments)
-
-
-def _uniforms(jobs: list[_Waiting]) -> NDArray[np.float64]:
-    return np.concatenate([request_uniforms(job.request) for job in jobs])

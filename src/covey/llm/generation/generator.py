@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from covey.data import EndReason
-from covey.llm.generation.truncation import WHOLE, Truncation
+from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.model.stop_strings import StopStrings
 from covey.runtime.rng import SAMPLING
 

@@ -77,7 +77,7 @@ class LocalGenerator:
         rows = self._rows(requests, tokens)
         decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
         assert decoder is not None
-        return ConversationBatch(decoder, **self._arguments(requests, rows))
+        return ConversationBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
 
     def generate_by_settings(
         self, requests: Sequence[GenerationRequest], start: float, ready: Ready
@@ -116,17 +116,26 @@ class LocalGenerator:
     def _generate(
         self, requests: Mapping[int, GenerationRequest], start: float, ready: Ready
     ) -> list[GenerationResult]:
-        """Results of requests, by their numbers, with equal settings and number of completions."""
+        """Results of requests, by their numbers, with equal settings and number of completions.
+
+        Complete prompts are handed out at once; the others have the failure of the batch, if there is one.
+        """
         batch, numbers = self._batch(list(requests.values())), list(requests)
         results: dict[int, GenerationResult] = {}
-
-        def hand_out(prompt: int) -> None:
-            number = numbers[prompt]
-            completions = [completion_of(*found, requests[number], self.version) for found in batch.completions(prompt)]
-            results[number] = completions
-            ready(number, completions)
-
-        failure = self._run(batch, requests[numbers[0]].settings.deadline_seconds, start, hand_out)
+        deadline_seconds, failure = requests[numbers[0]].settings.deadline_seconds, None
+        try:
+            while not batch.is_done:
+                if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
+                    failure = missed_deadline(deadline_seconds)
+                    break
+                batch.advance()
+                for prompt in batch.complete[len(results) :]:
+                    number = numbers[prompt]
+                    found = batch.completions(prompt)
+                    results[number] = made = [completion_of(*one, requests[number], self.version) for one in found]
+                    ready(number, made)
+        except FloatingPointError:
+            failure = non_finite()
         for number in numbers:
             if failure:
                 results.setdefault(number, failure)
@@ -136,48 +145,12 @@ class LocalGenerator:
         tokens = requests[0].settings.max_new_tokens
         rows = self._rows(requests, tokens)
         decoder = self.policy.backend.decoder(self.policy.module, rows, tokens)
-        return ContinuousBatch(decoder, **self._arguments(requests, rows))
+        return ContinuousBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
 
     def _rows(self, requests: list[GenerationRequest], tokens: int) -> int:
         """Number of rows of a batch with up to `tokens` tokens after each prompt."""
         fitting = requests[0].settings.max_rows or self.rows_in_memory([one.prompt for one in requests], tokens)
         return rows_together(fitting, len(requests), requests[0].completions)
-
-    def _arguments(self, requests: list[GenerationRequest], rows: int) -> dict[str, Any]:
-        """The arguments of a batch besides its decoder."""
-        settings = requests[0].settings
-        return {
-            "prompts": [request.prompt for request in requests],
-            "uniforms_NT": np.concatenate([request_uniforms(request) for request in requests]),
-            "max_rows": rows,
-            "temperature": settings.temperature,
-            "end_ids": settings.end_ids,
-            "kernels": self.policy.backend.kernels,
-            "shared_prefix": settings.shared_prefix,
-            "stop": settings.stop,
-            "truncation": settings.truncation,
-        }
-
-    def _run(
-        self,
-        batch: ContinuousBatch,
-        deadline_seconds: float | None,
-        start: float,
-        hand_out: Callable[[int], None],
-    ) -> GenerationFailure | None:
-        """Generate until all completions have ended, and hand out complete prompts; the failure if there is one."""
-        handed_out = 0
-        try:
-            while not batch.is_done:
-                if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
-                    return missed_deadline(deadline_seconds)
-                batch.advance()
-                for prompt in batch.complete[handed_out:]:
-                    hand_out(prompt)
-                handed_out = len(batch.complete)
-        except FloatingPointError:
-            return non_finite()
-        return None
 
     def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
         """Number of rows whose keys and values fit into `cache_limit`."""
@@ -344,6 +317,22 @@ def non_finite() -> GenerationFailure:
         "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
         "earlier checkpoint and lower the learning rate",
     )
+
+
+def batch_arguments(backend: Backend, requests: Sequence[GenerationRequest], rows: int) -> dict[str, Any]:
+    """The arguments of a batch of requests with equal settings besides its decoder, which has so many rows."""
+    settings = requests[0].settings
+    return {
+        "prompts": [request.prompt for request in requests],
+        "uniforms_NT": np.concatenate([request_uniforms(request) for request in requests]),
+        "max_rows": rows,
+        "temperature": settings.temperature,
+        "end_ids": settings.end_ids,
+        "kernels": backend.kernels,
+        "shared_prefix": settings.shared_prefix,
+        "stop": settings.stop,
+        "truncation": settings.truncation,
+    }
 
 
 def completion_of(tokens: list[int], logprobs: list[float], request: GenerationRequest, version: int) -> Completion:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGUFReader
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
@@ -16,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from covey.config import ConfigError
 from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
-from covey.llm.generation.prepacked_linear import linear_layers
+from covey.llm.generation.packed_layers import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
-from covey.llm.model.folder import check_config
-from covey.llm.model.foreign_files import read_gguf_config, read_model_config, reading
+from covey.llm.model.files import check_config, read_model_config, reading
+from covey.llm.model.gguf import read_gguf_config
 from covey.llm.model.lora import adaptable_paths
 from covey.llm.model.pretrained import config_of, skeleton
 
@@ -79,13 +78,6 @@ class Dimensions:
     def key_value(self) -> int:
         """Width of all keys of a token, and of all values."""
         return self.kv_heads * self.head_dim
-
-
-def read_gguf_license(file: Path) -> str:
-    """The licence that a GGUF file declares; empty if it declares none."""
-    with reading(f"model {file}: the GGUF file cannot be read"):
-        field = GGUFReader(file).get_field("general.license")
-        return "" if field is None else str(field.contents())
 
 
 def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:

@@ -10,20 +10,24 @@ Shapes: S prompts and R rollouts of a microbatch, P tokens of a prompt, C fed to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from covey.config import CRITIC_FREE, RunConfig
+from covey.config.lora import resolved
 from covey.llm import critic
-from covey.llm.generation import prepacked_linear
-from covey.llm.generation.sampling_bytes import sampling_bytes
-from covey.llm.memory import transformers_layers
-from covey.llm.memory.adapter_memory import (
-    activation_change,
-    adapter_parameters,
-    reference_parameters,
-    trained_parameters,
+from covey.llm.generation import (
+    batch,
+    decoder,
+    local_generator,
+    native_decoder,
+    packed_layers,
+    shared_prefix_decoder,
+    token_sampling,
 )
-from covey.llm.memory.dimensions import Dimensions
+from covey.llm.memory.dimensions import Dimensions, LinearShape
 from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
+from covey.llm.model.architecture import Heads
+from covey.llm.model.lora import choose_targets
 from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import state_bytes
@@ -183,9 +187,9 @@ def activation_bytes(
         )
         norm = fused_layers.residual_norm_bytes(size.hidden)
     else:
-        layer = tokens * transformers_layers.kept_bytes(size, width)
+        layer = tokens * layer_bytes(size, width)
         layer += prefix_attention.kept_bytes(heads, prompts, rows, prompt_tokens, fed, width)
-        norm = transformers_layers.norm_bytes(size, size.hidden, width)
+        norm = norm_bytes(size, size.hidden, width)
     angles = 2 * size.head_dim * width  # cosine and sine of a token's position, for all layers
     decided = logprobs.kept_bytes(rows * (fed + 1), size.hidden, width)
     layers = size.layers * layer
@@ -235,7 +239,7 @@ def _sampling(
         device=device,
     )
     return {
-        "prepacked weights": prepacked_linear.copy_bytes(size.prepacked_parameters, width, device),
+        "prepacked weights": packed_layers.copy_bytes(size.prepacked_parameters, width, device),
         "keys and values": keys_and_values,
         "logits of a decoding step": logits,
     }
@@ -248,3 +252,175 @@ def _groups_of_a_minibatch(config: RunConfig) -> int:
 def largest_group(config: RunConfig) -> int:
     """The largest group of the run's schedule."""
     return max(config.sampling.group_size, config.sampling.final_group_size or 0)
+
+
+def layer_bytes(size: Dimensions, itemsize: int) -> int:
+    """Bytes kept of one token in one layer, without attention's keys, values and scores.
+
+    These are in `prefix_attention`. `itemsize`: bytes of an activation.
+    """
+    norms = 2 * (norm_bytes(size, size.hidden, itemsize) + size.hidden * itemsize)  # and the results
+    queries_and_result = 2 * size.query * itemsize
+    mlp = size.feed_forward_kept * size.intermediate * itemsize
+    head_norms = norm_bytes(size, size.query + size.key_value, itemsize) if size.has_head_norms else 0
+    return norms + queries_and_result + mlp + head_norms
+
+
+def norm_bytes(size: Dimensions, features: int, itemsize: int) -> int:
+    """Bytes of a norm's input of `features` numbers; an RMSNorm also keeps its input in fp32."""
+    return features * ((4 + itemsize) if size.has_rms_norm else itemsize)
+
+
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # autograd keeps it once
+KEPT_BY_ATTENTION = "o_proj"  # covey's attention keeps its result, which is the input of this layer
+
+
+def adapted_shapes(size: Dimensions, config: RunConfig) -> list[LinearShape]:
+    """The linear layers that have an adapter; none without LoRA.
+
+    Raises:
+        ConfigError: if a target is no linear layer, or the adapter with which training begins cannot be read.
+    """
+    if not config.lora.is_used:
+        return []
+    targets = resolved(config.lora).targets
+    chosen = set(choose_targets([one.path for one in size.linear], targets, size.architecture))
+    return [one for one in size.linear if one.path in chosen]
+
+
+def adapter_parameters(size: Dimensions, config: RunConfig) -> int:
+    """The numbers of A and B of all layers; 0 without LoRA."""
+    shapes = adapted_shapes(size, config)
+    return resolved(config.lora).rank * sum(one.inputs + one.outputs for one in shapes)
+
+
+def trained_parameters(size: Dimensions, config: RunConfig) -> int:
+    """The numbers that the policy's optimizer holds."""
+    return adapter_parameters(size, config) if config.lora.is_used else size.parameters
+
+
+def reference_parameters(size: Dimensions, config: RunConfig) -> int:
+    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter."""
+    if not config.lora.is_used:
+        return size.parameters
+    return adapter_parameters(size, config) if config.copies_reference_adapter else 0
+
+
+def frozen_parameters(size: Dimensions, config: RunConfig) -> int:
+    """The numbers that are not trained: of the reference, and with LoRA of the model."""
+    return reference_parameters(size, config) + (size.parameters if config.lora.is_used else 0)
+
+
+def activation_change(
+    size: Dimensions, config: RunConfig, tokens: int, itemsize: int, *, fused: bool, recomputed: bool
+) -> int:
+    """Bytes that autograd keeps with LoRA beyond `activation_bytes`, below 0 if it keeps less; 0 without LoRA.
+
+    Args:
+        tokens: of a microbatch.
+        itemsize: bytes of an activation.
+        fused: whether covey's kernels compute the layers.
+        recomputed: whether layers keep their inputs alone; the change is that of one layer then.
+    """
+    if not config.lora.is_used:
+        return 0
+    shapes = adapted_shapes(size, config)
+    products = len(shapes) * resolved(config.lora).rank
+    unneeded = _unneeded_inputs(size, {one.path for one in shapes}, fused=fused)
+    # torch's RMSNorm keeps its normalised input for the gradient of its weight, covey's computes it again.
+    has_frozen = size.has_rms_norm and not fused
+    head_norms = size.query + size.key_value if size.has_head_norms else 0
+    of_norms = size.layers * (2 * size.hidden + head_norms) if has_frozen else 0
+    change = (products - unneeded - of_norms) * itemsize
+    last = size.hidden * itemsize if has_frozen else 0
+    if recomputed:
+        return tokens * (change // size.layers - last)
+    # The embeddings are frozen, so the first norm has no backward pass.
+    first = fused_layers.residual_norm_bytes(size.hidden) if fused else _norm_input_bytes(size, itemsize)
+    return tokens * (change - last - first)
+
+
+def _norm_input_bytes(size: Dimensions, itemsize: int) -> int:
+    return size.hidden * (4 if size.has_rms_norm else itemsize)
+
+
+def _unneeded_inputs(size: Dimensions, adapted: set[str], *, fused: bool) -> int:
+    """The width of all inputs of linear layers that no adapted layer reads."""
+    inputs = {_input_of(one.path): one.inputs for one in size.linear if not (fused and KEPT_BY_ATTENTION in one.path)}
+    needed = {_input_of(path) for path in adapted}
+    return sum(width for name, width in inputs.items() if name not in needed)
+
+
+def _input_of(path: str) -> tuple[str, ...]:
+    """A key of a layer's input."""
+    parent, _, name = path.rpartition(".")
+    return parent, *next((names for names in SAME_INPUT if name in names), (name,))
+
+
+class SamplingBytes(NamedTuple):
+    """Bytes of the buffers of one batch."""
+
+    keys_and_values: int
+    logits: int  # and the probabilities that tokens are drawn from
+
+
+def token_bytes(heads: Heads, layers: int, itemsize: int) -> int:
+    """Bytes of the keys and values of one token."""
+    return decoder.token_bytes(layers, heads, itemsize)
+
+
+def decoded_rows(
+    token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int, device: str
+) -> int:
+    """Number of completions that are generated together, in whole groups.
+
+    Args:
+        token: bytes of the keys and values of a token.
+        requests, completions, max_rows, max_new_tokens, device: as in `sampling_bytes`.
+    """
+    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device)
+    return local_generator.rows_together(fitting, requests, completions) // completions * completions
+
+
+def sampling_bytes(
+    heads: Heads,
+    layers: int,
+    vocabulary: int,
+    itemsize: int,
+    *,
+    requests: int,
+    completions: int,
+    max_rows: int,
+    max_new_tokens: int,
+    prompt_tokens: int,
+    native: bool,
+    device: str,
+) -> SamplingBytes:
+    """Bytes for requests of equal size, with as many whole groups at a time as fit.
+
+    Args:
+        heads, layers, vocabulary: dimensions of the model.
+        itemsize: bytes of a key, a value and a logit.
+        requests, completions: number of prompts, and of completions of each.
+        max_rows: completions that are generated together; 0 if memory decides.
+        max_new_tokens, prompt_tokens: tokens of a completion and of a prompt.
+        native: `NativeDecoder` and covey's kernels if True, else `SharedPrefixDecoder` and torch.
+        device: "cpu" or "cuda".
+    """
+    token = token_bytes(heads, layers, itemsize)
+    rows = decoded_rows(
+        token,
+        requests=requests,
+        completions=completions,
+        max_rows=max_rows,
+        max_new_tokens=max_new_tokens,
+        device=device,
+    )
+    logits = batch.logits_bytes(rows, vocabulary, itemsize)
+    shape = token, rows, max_new_tokens, rows // completions, prompt_tokens
+    if native:
+        return SamplingBytes(native_decoder.cache_bytes(*shape), logits)
+    return SamplingBytes(
+        shared_prefix_decoder.cache_bytes(*shape, device),
+        logits + token_sampling.buffer_bytes(rows, vocabulary, device),
+    )

@@ -1,13 +1,15 @@
 """A causal language model: from files to log-probabilities.
 
-loading                       from a name to model and tokenizer: pretrained, hub, folder, conversion, checks
-chat, chat_templates          between text and token ids; token_texts: the texts of single tokens
-gguf_export                   a model as a GGUF file
-architecture                  supported architectures and the modules of a layer
-prefix_tree, microbatches     the tree of shared prefixes; splitting a batch by memory
-prefix_attention, ragged      attention over packed rows that share a prefix; packed tokens as padded rows
-hidden_states, logprobs       the states that predict each decision, and their log-probabilities
-fused_layers                  layers of a Llama-like model with covey's kernels
-exact_kl                      KL over the whole vocabulary
-plain_forward                 one plain forward pass, the reference for all of the above
+loading            from a name to model and tokenizer, with the checks of both
+files              config.json, tokenizer and headers of weights, checked before anything is loaded
+pretrained         the calls of transformers' loaders and of the model hub
+gguf               GGUF files: conversion to a folder of transformers, and export
+chat               between text and token ids; chat_templates: a template in a process of its own
+architecture       supported architectures and the modules of a layer
+prefix_attention   attention over packed rows that share a prefix; splitting a batch by memory
+fused_layers       layers of a Llama-like model with covey's kernels; recompute: what autograd keeps of them
+logprobs           the states that predict each decision, their log-probabilities, and the exact KL
+lora               adapters, and the identity of the weights to which they belong
+stop_strings       the end of a completion by its text
+plain_forward      one plain forward pass, the reference for all of the above
 """

@@ -1,4 +1,7 @@
-"""Loads models by name for recipes, commands and scripts, and wraps models that are already in memory."""
+"""Loads models by name for recipes, commands and scripts, wraps models that are already in memory, and checks both.
+
+Shapes: L tokens of the trial, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
 from covey.config.lora import read_adapter_config
@@ -23,22 +26,23 @@ from covey.config.model_sources import (
     Origin,
     locate_model,
 )
-from covey.llm.model.architecture import is_llama_like
+from covey.llm.model.architecture import is_llama_like, position_limit
 from covey.llm.model.chat import Chat, end_ids_of
-from covey.llm.model.checks import check_forward, check_tokenizer, check_weights
-from covey.llm.model.conversion import converted, embedded_file
-from covey.llm.model.folder import (
+from covey.llm.model.files import (
     WeightFiles,
     check_config,
     check_tokenizer_files,
+    read_model_config,
     read_weight_files,
+    reading,
 )
-from covey.llm.model.foreign_files import read_gguf_config, read_model_config
-from covey.llm.model.hub import cached_folder, download
+from covey.llm.model.gguf import converted, embedded_file, read_gguf_config
 from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter
 from covey.llm.model.pretrained import (
     build,
+    cached_folder,
     check_causal,
+    download,
     read_config,
     read_generation_config,
     read_tokenizer,
@@ -68,6 +72,7 @@ class Description:
     config: PreTrainedConfig
     module: PreTrainedModel  # on the meta device
     tokenizer: Any
+    generation: GenerationConfig | None
     weights: WeightFiles | None  # None: the weights of a run's checkpoint
 
 
@@ -95,8 +100,8 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         _load_buffers(module, described.folder)
     elif misfits:
         raise ConfigError(_do_not_fit(name, misfits))
-    if (described.folder / GENERATION_FILE).is_file() and module.can_generate():
-        module.generation_config = read_generation_config(described.folder, name)
+    if described.generation is not None and module.can_generate():
+        module.generation_config = described.generation
     module.name_or_path = module.config.name_or_path = str(described.folder)
     check_weights(module, name)
     module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
@@ -148,9 +153,9 @@ def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Desc
         _check_count(module, weights, name)
     tokenizer = read_tokenizer(folder, name)
     check_tokenizer(tokenizer, module, name)
-    if (folder / GENERATION_FILE).is_file():
-        read_generation_config(folder, name)
-    return Description(folder, config, module, tokenizer, weights)
+    has_file = (folder / GENERATION_FILE).is_file()
+    generation = read_generation_config(folder, name) if has_file else None
+    return Description(folder, config, module, tokenizer, generation, weights)
 
 
 def check_model_files(name: str) -> None:
@@ -173,8 +178,7 @@ def find_skeleton(name: str) -> PreTrainedModel | None:
     Raises:
         ConfigError: for a fault of its config or tokenizer.
     """
-    source = locate_model(resolve_checkpoint(name))
-    folder = cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
+    folder = _local_folder(locate_model(resolve_checkpoint(name)))
     return None if folder is None else describe_model(folder, name, has_weights=False).module
 
 
@@ -183,13 +187,15 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
     case `load_model` raises the error.
     """
     try:
-        source = locate_model(resolve_checkpoint(name))
-        folder = cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
-        if folder is None:
-            return None
-        return Chat(read_tokenizer(folder, name), frozenset()), read_config(folder, name)
+        folder = _local_folder(locate_model(resolve_checkpoint(name)))
+        return None if folder is None else (Chat(read_tokenizer(folder, name), frozenset()), read_config(folder, name))
     except ConfigError:
         return None
+
+
+def _local_folder(source: ModelSource) -> Path | None:
+    """The folder with a model's config and tokenizer; None for a hub's model that is not on this machine."""
+    return cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
 
 
 def load_chat(name: str) -> tuple[Chat, PreTrainedConfig]:
@@ -200,9 +206,7 @@ def load_chat(name: str) -> tuple[Chat, PreTrainedConfig]:
     """
     source = locate_model(resolve_checkpoint(name))
     described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
-    has_file = (described.folder / GENERATION_FILE).is_file()
-    generation = read_generation_config(described.folder, name) if has_file else None
-    end_ids = end_ids_of(described.config, generation, described.tokenizer)
+    end_ids = end_ids_of(described.config, described.generation, described.tokenizer)
     embedding: Any = described.module.get_input_embeddings()
     return Chat(described.tokenizer, end_ids, len(embedding.weight)), described.config
 
@@ -391,3 +395,93 @@ def _ready(module: PreTrainedModel, tokenizer: Any, source: str, name: str) -> L
         raise ConfigError(f"model {name}: {error}") from error
     embedding: Any = module.get_input_embeddings()
     return LoadedModel(module, Chat(tokenizer, end_ids, len(embedding.weight)), source)
+
+
+TRIAL_TOKENS = 8
+# Logits may not depend on later tokens. Tolerance for rounding, as a fraction of their spread.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+COARSE_TOLERANCE = 0.02  # in bf16 two computations of the same number may differ by 2^-8
+
+
+@torch.no_grad()
+def check_weights(module: nn.Module, model: str) -> None:
+    """Refuse weights that are NaN or infinite.
+
+    Raises:
+        ConfigError: naming the first of them.
+    """
+    for name, weight in module.named_parameters():
+        if weight.numel() and not torch.stack([weight.amax(), weight.amin()]).isfinite().all():
+            count = int((~weight.isfinite()).sum())
+            raise ConfigError(
+                f"model {model}: {count:,} of the {weight.numel():,} numbers of its weight {name} are NaN or infinite: "
+                "take an earlier version of the model"
+            )
+
+
+def check_tokenizer(tokenizer: Any, module: nn.Module, model: str) -> None:
+    """Refuse a tokenizer with ids beyond the model's embedding. A larger embedding is allowed: many are padded.
+
+    Special tokens that are not in prompts may be beyond the embedding: many fine-tuned models have such a padding
+    token, and transformers adds one of its own to some tokenizers. `Chat.encode` refuses a prompt with such a token.
+
+    Raises:
+        ConfigError: with the first token without an embedding.
+    """
+    with reading(f"model {model}: its tokenizer does not work"):
+        vocabulary = tokenizer.get_vocab()
+        special = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+        used = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}{tokenizer.eos_token or ''}"
+    if not vocabulary:
+        raise ConfigError(f"model {model}: its tokenizer has no tokens: copy the tokenizer of the model again")
+    rows = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    unused = {token for token in special if token not in used}
+    beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows and token not in unused)
+    if beyond:
+        number, token = beyond[0]
+        raise ConfigError(
+            f"model {model}: its tokenizer knows {len(beyond)} tokens that have no embedding (the first is {token!r}, "
+            f"number {number}; the embedding has {rows} rows): take the tokenizer that belongs to the model, or "
+            f"enlarge the embedding with model.resize_token_embeddings({beyond[-1][0] + 1}) and save both again"
+        )
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    predicted = getattr(getattr(head, "weight", None), "shape", (rows,))[0]
+    if predicted > rows:
+        raise ConfigError(
+            f"model {model}: it predicts {predicted} tokens but has an embedding for {rows}: its config.json is damaged"
+        )
+
+
+@torch.no_grad()
+def check_forward(module: nn.Module, model: str) -> None:
+    """Try the model on two rows of a few tokens with a common prefix: the logits must be finite, and those of the
+    prefix equal.
+
+    Raises:
+        ConfigError: if it fails, computes NaN, or is an encoder.
+    """
+    was_training = module.training
+    module.eval()
+    try:
+        with reading(f"model {model}: it cannot be evaluated"):
+            rows = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+            length = min(TRIAL_TOKENS, position_limit(module.config) or TRIAL_TOKENS)
+            alike = max(1, length // 2)
+            tokens_2L = (torch.arange(1, length + 1, device=next(module.parameters()).device) * 7 % rows).repeat(2, 1)
+            tokens_2L[1, alike:] = (tokens_2L[1, alike:] + 1 + rows // 2) % rows
+            logits_2LV: Tensor = module(input_ids=tokens_2L, use_cache=False).logits.float()
+    finally:
+        module.train(was_training)
+    dtype = next(module.parameters()).dtype
+    if (logits_2LV.isnan() | logits_2LV.isposinf()).any():  # some models exclude tokens by -inf
+        raise ConfigError(
+            f"model {model}: its logits are NaN or infinite in {str(dtype).removeprefix('torch.')}: try --precision "
+            "fp32, or another model"
+        )
+    one_LV, other_LV = logits_2LV[:, :alike]
+    gap = torch.where(one_LV == other_LV, 0.0, one_LV - other_LV).abs().max()
+    if gap > TOLERANCE.get(dtype, COARSE_TOLERANCE) * one_LV[one_LV.isfinite()].std():
+        raise ConfigError(
+            f"model {model}: a token sees those after it, so it is an encoder and no causal language model: choose a "
+            "decoder, such as Llama, Qwen or GPT-2"
+        )

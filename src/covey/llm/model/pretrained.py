@@ -1,19 +1,27 @@
-"""Calls transformers' loaders, always without running a model's own code or asking a hub.
+"""Calls the loaders of transformers, always without running the code of a model, and the model hub.
 
-Exceptions of transformers about a model's files become one line that names the model.
+Exceptions of transformers about the files of a model become one line that names the model. Only `download` asks the
+hub.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,7 +36,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from covey.config import ConfigError
-from covey.llm.model.foreign_files import reading
+from covey.llm.model.files import reading
 
 ENCODERS = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # unless is_decoder is set
 SAFELY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -157,35 +165,6 @@ def trunk_class(config: PreTrainedConfig, model: str) -> type[PreTrainedModel]:
         return type(AutoModel.from_config(config, trust_remote_code=False))
 
 
-@contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
-    """Context manager that hides libraries' progress bars if standard error is no terminal."""
-    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read the model, in bf16, and the tokenizer of a GGUF file.
-
-    Raises:
-        ConfigError: if the file is damaged, its architecture is unknown, or a weight is missing.
-    """
-    with reading(f"model {file}: the GGUF file cannot be read"), _bars_on_terminals_only():
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, **SAFELY
-        )
-        loaded, info = read
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **SAFELY)
-        missing = sorted(info["missing_keys"]) + sorted(entry[0] for entry in info["mismatched_keys"])
-        if missing:
-            raise ConfigError(f"model {file}: {len(missing)} weights are missing from the GGUF file ({missing[0]})")
-        # transformers treats the loaded model as quantised and cannot save it, so its weights are moved to a new one.
-        fields = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-        plain = skeleton(type(loaded.config)(**fields), str(file))  # meta: no random weights
-        plain.load_state_dict(loaded.bfloat16().state_dict(), assign=True)
-        return plain, tokenizer
-
-
 def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
     """Write a model in the format of transformers: its config, and these weights instead of its own."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
@@ -193,3 +172,92 @@ def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path
     if module.dtype != dtype:  # sharded weights are fp32 masters
         module.config.dtype = dtype
         module.config.save_pretrained(folder)
+
+
+ANSWER_SECONDS = 8.0  # deadline of the hub's answer; the download itself has none
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # no pickle
+NOT_HERE = (
+    "name a folder or a .gguf file, or download it where there is a network (hf download {name} --local-dir FOLDER) "
+    "and copy the folder here"
+)
+
+_log = logging.getLogger("covey")
+
+
+def cached_folder(name: str) -> Path | None:
+    """The local folder of a hub's model without asking the hub; None if it is not downloaded completely."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
+        return None
+
+
+def download(name: str) -> Path:
+    """Download a hub's model if the hub has a newer version than this machine; returns its folder.
+
+    The hub is asked once, with a deadline. If it does not answer, or `HF_HUB_OFFLINE` is set, the local version is
+    used.
+
+    Raises:
+        ConfigError: if the hub has no such model, or does not answer and there is no local version.
+    """
+    offline = constants.is_offline_mode()
+    failure = "HF_HUB_OFFLINE is set" if offline else ""
+    if not offline:
+        try:
+            _ask(name)
+        except (RepositoryNotFoundError, HFValidationError) as error:
+            raise ConfigError(
+                f"model {name!r} is neither a folder nor a model of the hub (or it is private): check its name"
+            ) from error
+        except GatedRepoError as error:
+            raise ConfigError(
+                f"model {name!r} asks for its licence to be accepted: do so on {constants.ENDPOINT}/{name}, then hf "
+                "auth login"
+            ) from error
+        except Exception as error:  # any of the layers below: names, sockets, TLS, proxies, HTTP
+            failure = type(error).__name__
+            if "Timeout" in failure:
+                failure = f"it did not answer within {ANSWER_SECONDS:g} s"
+            if isinstance(error, HfHubHTTPError) and error.response is not None:
+                failure = f"HTTP status {error.response.status_code}"
+    if failure:
+        folder = cached_folder(name)
+        if folder is None:
+            raise ConfigError(
+                f"model {name!r} is not on this machine, and the hub cannot be asked ({failure}): "
+                + NOT_HERE.format(name=name)
+            )
+        _log.info("the hub cannot be asked (%s): %s is the version downloaded before", failure, name)
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:
+        raise ConfigError(
+            f"model {name!r} cannot be downloaded ({type(error).__name__}: {error}): try again"
+        ) from error
+
+
+def _ask(name: str) -> None:
+    """Ask the hub for a model, in a thread, because a name server, a proxy or a hub that never answers can delay a
+    request beyond its own time limit.
+
+    Raises:
+        TimeoutError: at the deadline. Exception: any of the request.
+    """
+    answers: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, timeout=ANSWER_SECONDS)
+            answers.put(None)
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True, name="covey-hub").start()
+    try:
+        error = answers.get(timeout=ANSWER_SECONDS)
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error

@@ -23,7 +23,7 @@ from torch import Tensor
 from covey.config import RunError
 from covey.data import Batch
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.client import Client, FailedRequest, LostServer

@@ -32,7 +32,7 @@ from msgspec import Meta, Struct
 
 from covey.data import EndReason
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.truncation import Truncation
+from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.stop_strings import StopStrings
 from covey.runtime.foreign_json import BadJson, read_json
 from covey.runtime.rng import philox4x32

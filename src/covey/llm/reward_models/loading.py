@@ -25,13 +25,10 @@ from covey.config.reward_models import RewardModelKind, kind_of_class, locate_re
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.architecture import is_llama_like, vocabulary_of
 from covey.llm.model.chat import Chat
-from covey.llm.model.checks import check_tokenizer, check_weights
-from covey.llm.model.folder import check_config, check_tokenizer_files, read_weight_files
-from covey.llm.model.foreign_files import read_model_config, reading
+from covey.llm.model.files import check_config, check_tokenizer_files, read_model_config, read_weight_files, reading
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.hub import cached_folder
-from covey.llm.model.loading import load_model, model_folder
-from covey.llm.model.pretrained import build, read_config, read_tokenizer
+from covey.llm.model.loading import check_tokenizer, check_weights, load_model, model_folder
+from covey.llm.model.pretrained import build, cached_folder, read_config, read_tokenizer
 from covey.llm.reward_models.model import RewardModel, head_of, read_scale
 from covey.llm.reward_models.trial import longest_sequence, padding_is_inert, shares_prompts
 

@@ -23,16 +23,11 @@ from covey.config import (
     WordProblemsConfig,
 )
 from covey.data import Task
-from covey.llm.tasks.arithmetic import Arithmetic
-from covey.llm.tasks.code_functions import CodeFunctions
-from covey.llm.tasks.countdown import Countdown
+from covey.llm.tasks.arithmetic import Arithmetic, Countdown, RunningTotal
+from covey.llm.tasks.code_functions import CodeFunctions, HumanEval
 from covey.llm.tasks.dataset import PromptDataset, Rows
-from covey.llm.tasks.environment import EnvironmentRows, EnvironmentSeeds, Prompts
-from covey.llm.tasks.games import GuessNumberTask, MazeTask
-from covey.llm.tasks.human_eval import HumanEval
-from covey.llm.tasks.lookup import Lookup
+from covey.llm.tasks.environment import EnvironmentRows, EnvironmentSeeds, GuessNumberTask, Lookup, MazeTask, Prompts
 from covey.llm.tasks.reasoning_gym import ReasoningGym
-from covey.llm.tasks.running_total import RunningTotal
 from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Sums, differences and products of small numbers: a task on which training shows an effect within minutes."""
+"""Generated tasks of numbers: sums and products, running totals, Countdown. Training shows an effect within minutes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from covey.config import ArithmeticConfig, ConfigError, RewardConfig
+from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, RewardConfig, RunningTotalConfig
+from covey.config.fields import plural
 from covey.data import Start
-from covey.llm.tasks.generated import GeneratedTask, Problem, checked
+from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
 CHOICES_OF_OPERATORS = 200  # after which a task without negative answers is refused as impossible
 DRAWS_OF_NUMBERS = 100  # for one choice of operators, before the next choice
@@ -104,3 +105,145 @@ def _carries(first: int, second: int) -> bool:
 
 def _number(rng: random.Random, digits: int) -> int:
     return rng.randrange(10 ** (digits - 1), 10**digits)
+
+
+class Countdown(GeneratedTask):
+    """Solvable problems: the target is the value of a random expression over all the given numbers.
+
+    Every intermediate result of that expression is a whole number and not negative; the target is at most ten times
+    the largest number and none of the given ones. The column `answer` is this expression; any other solution that uses
+    each number at most once and only the listed operators is right too.
+
+    >>> Countdown(numbers=4, operators=("+", "-", "*", "/"))
+
+    Raises:
+        ConfigError: if a field's value is invalid, or the fields allow no problem.
+    """
+
+    name = "countdown"
+    default_rewards = (RewardConfig(name="countdown"),)
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of CountdownConfig."""
+        self.config = checked(CountdownConfig, fields)
+
+    def problem(self, rng: random.Random) -> Problem:
+        for _ in range(GIVE_UP_AFTER):
+            numbers = [rng.randint(1, self.config.largest) for _ in range(self.config.numbers)]
+            found = self._combine(rng, numbers)
+            if found is not None and 1 <= found[1] <= 10 * self.config.largest and found[1] not in numbers:
+                break
+        else:
+            raise ConfigError("task countdown: no problem can be made; allow more operators or larger numbers")
+        solution, target = found
+        operators = list(dict.fromkeys(self.config.operators))
+        question = (
+            f"Reach {target} from the numbers {', '.join(map(str, numbers))}. Use each number at most once, "
+            f"only the operators {' '.join(operators)} and parentheses. End with the expression alone on the last line."
+        )
+        columns = {"answer": solution, "numbers": numbers, "target": target, "operators": operators}
+        used = [operator for operator in operators if operator in solution]
+        return Problem(
+            key=f"countdown {sorted(numbers)} {target}", question=question, columns=columns, kind=f"by {' '.join(used)}"
+        )
+
+    def _combine(self, rng: random.Random, numbers: list[int]) -> tuple[str, int] | None:
+        """A random expression over all the numbers and its value; None when a result is negative or broken."""
+        parts = [(str(number), number) for number in numbers]
+        while len(parts) > 1:
+            rng.shuffle(parts)
+            (left_text, left), (right_text, right) = parts.pop(), parts.pop()
+            operator = rng.choice(self.config.operators)
+            if operator == "+":
+                value = left + right
+            elif operator == "-":
+                value = left - right
+            elif operator == "*":
+                value = left * right
+            elif right == 0 or left % right:
+                return None
+            else:
+                value = left // right
+            if value < 0:
+                return None
+            parts.append((f"({left_text} {operator} {right_text})", value))
+        text, value = parts[0]
+        return text[1:-1], value
+
+
+Change = tuple[str, int]  # "+" or "-", and the number
+
+# Earlier turns of the chat; RunningTotalConfig.examples has this number as its limit.
+EXAMPLES: tuple[tuple[int, tuple[Change, ...]], ...] = (
+    (2, (("+", 3), ("-", 1), ("+", 4))),
+    (5, (("-", 2), ("+", 4), ("-", 1))),
+    (4, (("+", 5), ("+", 3), ("-", 1))),
+)
+
+
+class RunningTotal(GeneratedTask):
+    """Questions like "7 - 4 + 9 + 5 step by step", answered with one line per step: "7 - 4 = 3", "3 + 9 = 12", ...
+
+    Made for comparing process with outcome supervision: every line has one right total, independent of the lines before
+    it. The column `answer` is the last total, `totals` the list of all. No total is below 0. Worked examples are
+    earlier turns of the chat, and are never asked.
+
+    >>> RunningTotal(steps=(3, 4), largest=20)
+
+    Raises:
+        ConfigError: if a field's value is invalid.
+    """
+
+    name = "running_total"
+    default_rewards = (RewardConfig(name="numeric"),)
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of RunningTotalConfig."""
+        self.config = checked(RunningTotalConfig, fields)
+        self._examples = tuple(
+            (_question(start, changes), "\n".join(_lines(start, changes)))
+            for start, changes in EXAMPLES[: self.config.examples]
+        )
+
+    def problem(self, rng: random.Random) -> Problem:
+        while True:
+            count = rng.choice(self.config.steps)
+            start = total = rng.randint(1, self.config.largest)
+            changes: list[Change] = []
+            for _ in range(count):
+                sign = rng.choice("+-") if total else "+"
+                number = rng.randint(1, self.config.largest if sign == "+" else min(total, self.config.largest))
+                changes.append((sign, number))
+                total += number if sign == "+" else -number
+            question = _question(start, changes)
+            if all(question != shown for shown, _ in self._examples):
+                break
+        totals = _totals(start, changes)
+        return Problem(
+            key=f"running total {question}",
+            question=question,
+            columns={"answer": str(totals[-1]), "totals": totals},
+            examples=self._examples,
+            kind=plural(count, "step"),
+        )
+
+
+def _question(start: int, changes: list[Change] | tuple[Change, ...]) -> str:
+    return f"{start} {' '.join(f'{sign} {number}' for sign, number in changes)} step by step"
+
+
+def _totals(start: int, changes: list[Change] | tuple[Change, ...]) -> list[int]:
+    totals = [start]
+    for sign, number in changes:
+        totals.append(totals[-1] + (number if sign == "+" else -number))
+    return totals[1:]
+
+
+def _lines(start: int, changes: list[Change] | tuple[Change, ...]) -> list[str]:
+    """The right answer, line by line."""
+    totals = _totals(start, changes)
+    before = [start, *totals]
+    return [
+        f"{left} {sign} {number} = {right}"
+        for left, (sign, number), right in zip(before, changes, totals, strict=False)
+    ]

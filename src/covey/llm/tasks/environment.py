@@ -1,14 +1,24 @@
-"""The task `environment`: prompts for environments that make their own problems, or bring their own prompts."""
+"""Tasks of conversations with an environment: its seeds, rows of a data file, games, and texts to search."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-from covey.config import ConfigError, DatasetConfig, EnvironmentTaskConfig, RewardConfig
+from covey.config import (
+    ConfigError,
+    DatasetConfig,
+    EnvironmentTaskConfig,
+    GuessNumberConfig,
+    LookupConfig,
+    MazeConfig,
+    RewardConfig,
+)
 from covey.data import Start
+from covey.llm.conversation.environments import guess_number, maze
 from covey.llm.data.rows import Data, Row, row_of, split, stable_hash
 from covey.llm.tasks.dataset import PromptDataset
-from covey.llm.tasks.generated import checked
+from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
 TRAINING_SEEDS = 2**30  # seeds from here on are held out
 Prompts = dict[str, list[dict[str, Any]]]  # "training" and "held_out" rows
@@ -82,3 +92,122 @@ def _without(training: list[Row], held_out: list[Row]) -> Data:
     known = {row.content for row in held_out}
     kept = [row for row in training if row.content not in known]
     return Data(kept, held_out, overlap=len(training) - len(kept))
+
+
+class GuessNumberTask(GeneratedTask):
+    """Numbers to guess, for the environment `guess_number`, which pays the reward.
+
+    The columns are those of the environment: `secret`, `highest`, `guesses`.
+
+    >>> GuessNumberTask(highest=20, guesses=5)
+    """
+
+    name = "guess_number"
+    default_rewards: tuple[RewardConfig, ...] = ()
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of GuessNumberConfig."""
+        self.config = checked(GuessNumberConfig, fields)
+
+    def problem(self, rng: random.Random) -> Problem:
+        highest, guesses = self.config.highest, self.config.guesses
+        secret = rng.randint(1, highest)
+        return Problem(
+            key=f"guess_number {secret} of {highest}",
+            question=guess_number.question(highest, guesses),
+            columns={"secret": secret, "highest": highest, "guesses": guesses},
+            hidden=str(secret),
+        )
+
+
+class MazeTask(GeneratedTask):
+    """Random mazes with a way to the exit, for the environment `maze`, which pays the reward.
+
+    A maze has `size` x `size` places; about a quarter of them are walls. The shortest way from the start to the exit
+    has at least `size` steps, and at most as many as the moves that are allowed. The columns are those of the
+    environment: `maze`, `moves`.
+
+    >>> MazeTask(size=5, moves=15)
+    """
+
+    name = "maze"
+    default_rewards: tuple[RewardConfig, ...] = ()
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of MazeConfig."""
+        self.config = checked(MazeConfig, fields)
+        if self.config.moves < self.config.size:
+            raise ConfigError(
+                f"task.moves is {self.config.moves}, but the way to the exit has at least {self.config.size} steps "
+                "(task.size): set task.moves to twice the size or more"
+            )
+
+    def problem(self, rng: random.Random) -> Problem:
+        size, moves = self.config.size, self.config.moves
+        for _ in range(GIVE_UP_AFTER):
+            places = [(row, column) for row in range(size) for column in range(size)]
+            start, goal = rng.sample(places, 2)
+            marks = {place: maze.WALL for place in places if rng.random() < 0.25} | {start: maze.START, goal: maze.EXIT}
+            lines = ["".join(marks.get((row, column), " ") for column in range(size)) for row in range(size)]
+            if size <= maze.distances(lines, goal).get(start, 0) <= moves:
+                return Problem(
+                    key=f"maze {lines}",
+                    question=maze.question(lines, moves),
+                    columns={"maze": lines, "moves": moves},
+                    hidden=str(lines),
+                )
+        raise ConfigError("task maze: no maze can be made; allow more moves")
+
+
+_BEGINNINGS = ("Bel", "Dor", "Fal", "Gar", "Hol", "Kar", "Lin", "Mor", "Nor", "Pel", "Ran", "Sel", "Tor", "Val", "Wen")
+_MIDDLES = ("a", "e", "i", "o", "am", "en", "ir", "or")
+_ENDS = ("bury", "dale", "ford", "gate", "ham", "mere", "stead", "ton", "wick", "worth")
+_RIVERS = ("Alder", "Brock", "Colm", "Drave", "Esk", "Fenn", "Gower", "Ister")
+_GOODS = ("wool", "glass", "salt", "copper", "timber", "cheese", "paper", "rope")
+_QUESTIONS = {
+    "founded": "In which year was the town {town} founded?",
+    "people": "How many people live in the town {town}?",
+    "bridges": "How many bridges has the town {town}?",
+}
+
+
+class Lookup(GeneratedTask):
+    """Questions about towns that do not exist, so that a model must search their descriptions.
+
+    The columns are `documents`, the name of each town -> its description, and `answer`, a number.
+
+    >>> Lookup(documents=20)
+    """
+
+    name = "lookup"
+    default_rewards = (RewardConfig(name="numeric"),)
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of LookupConfig."""
+        self.config = checked(LookupConfig, fields)
+
+    def problem(self, rng: random.Random) -> Problem:
+        towns: dict[str, dict[str, int]] = {}
+        documents: dict[str, str] = {}
+        while len(towns) < self.config.documents:
+            town = rng.choice(_BEGINNINGS) + rng.choice(_MIDDLES) + rng.choice(_ENDS)
+            facts = {
+                "founded": rng.randint(1050, 1890),
+                "people": rng.randint(300, 90_000),
+                "bridges": rng.randint(2, 40),
+            }
+            towns[town] = facts
+            documents[town] = (
+                f"{town} is a town on the river {rng.choice(_RIVERS)}. It was founded in {facts['founded']}. "
+                f"Its market is known for {rng.choice(_GOODS)}. It has {facts['bridges']} bridges, and "
+                f"{facts['people']} people live there."
+            )
+        town, fact = rng.choice(list(towns)), rng.choice(list(_QUESTIONS))
+        question = f"{_QUESTIONS[fact].format(town=town)} {self.config.instruction}".strip()
+        answer = str(towns[town][fact])
+        return Problem(
+            key=f"lookup {town} {fact}",
+            question=question,
+            columns={"answer": answer, "documents": documents},
+            hidden=answer,
+        )

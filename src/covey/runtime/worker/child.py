@@ -391,14 +391,17 @@ def one_printable_line(text: str) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """The first line of the traceback that is neither in covey nor in the import system or asyncio, in brackets."""
+    """The first line of the traceback in a file of the user's, else in an installed package, in brackets; "" if all are
+    in covey, the import system or asyncio.
+    """
+    lines = []
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
         if not name.startswith((_PACKAGE, "<frozen")) and f"{os.sep}asyncio{os.sep}" not in name:
-            return f" ({one_printable_line(Path(name).name)} line {step.tb_lineno})"
+            lines.append(("site-packages" in name, f" ({one_printable_line(Path(name).name)} line {step.tb_lineno})"))
         step = step.tb_next
-    return ""
+    return min(lines, key=lambda line: line[0], default=(False, ""))[1]
 
 
 def ending(code: int) -> str:

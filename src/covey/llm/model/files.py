@@ -1,0 +1,309 @@
+"""Reads and checks the files of a model before its weights are read: `config.json`, tokenizer, headers of safetensors.
+
+Models that cannot be loaded are refused: those with code of their own, with pickled, quantised or missing weights, with
+an architecture that is not a causal language model, or with damaged files. Any exception of a library becomes one line.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from covey.config import ConfigError, files
+from covey.config.faults import machine_error, path_error
+from covey.config.fields import or_list
+from covey.config.files import walk
+from covey.config.model_sources import MODEL_CONFIG_FILE
+from covey.config.reward_models import kind_of_class
+
+LARGEST_SIZE = 2**40  # largest integer in a config.json
+MOST_LAYERS = 1000  # real models have up to a few hundred
+MOST_EXPERTS = 2**20  # "Mixture of a million experts" (arXiv 2407.04153); experts may be rows of an embedding
+
+# Names of numbers of layers and of experts, but not of their sizes, such as vocab_size_per_layer_input.
+_LIMITS = (
+    (re.compile(r"^(num|n)_.*(layer|block)|(layers?|blocks|depth)$"), MOST_LAYERS),
+    (re.compile(r"^(?!.*(size|dim|capacity)).*expert"), MOST_EXPERTS),
+)
+
+
+@contextmanager
+def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None]:
+    """Turn any exception of the block into a ConfigError; transformers logs only errors in the block.
+
+    Libraries document few of their exceptions, and a damaged file may raise any.
+
+    Args:
+        what: beginning of the message, such as "model 'x' cannot be loaded".
+        advice: end of the message.
+
+    Raises:
+        ConfigError: for an invalid file.
+        MachineError: for a fault of the machine.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if fault := machine_error(error):
+            raise fault from error
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise ConfigError(f"{what} ({reason}): {advice}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def read_object(path: Path, most: int = files.LARGEST_DOCUMENT) -> dict[str, Any]:
+    """Read the object in a JSON file of a model.
+
+    Raises:
+        ConfigError: if it cannot be read or is not an object.
+    """
+    value = files.read_json(path, most, strict=False)  # some configs have infinities
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it must hold a JSON object")
+    return value
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read the object in a `config.json`.
+
+    Raises:
+        ConfigError: if it cannot be read, is not an object, or has a number that no model has.
+    """
+    config = read_object(path, files.LONGEST_MODEL_CONFIG)
+    check_model_config(config, str(path))
+    return config
+
+
+def check_model_config(config: dict[str, Any], where: str) -> None:
+    """Refuse numbers that no model has before a model is built, because a billion layers take hours.
+
+    Raises:
+        ConfigError: beginning with `where`.
+    """
+    for name, value in walk(config):
+        if type(value) is not int:
+            continue
+        key = name.rpartition(".")[2]
+        most = min((limit for pattern, limit in _LIMITS if pattern.search(key)), default=LARGEST_SIZE)
+        if abs(value) > most:
+            raise ConfigError(f"{where}: {name} is {value}, and no model has more than {most}")
+
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# First bytes of a zip by torch.save, and of a bare pickle.
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+LFS_START = b"version https://git-lfs"
+FLOATS = ("F64", "F32", "F16", "BF16")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+                   "sentencepiece.bpe.model", "tokenizer_config.json")  # fmt: skip
+TEMPLATE_FILE = "chat_template.jinja"
+
+Tensors = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of a model and the content of their headers."""
+
+    files: tuple[Path, ...]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def numbers(self) -> int:
+        """Number of values in all tensors."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @contextmanager
+    def open(self) -> Iterator[Tensors]:
+        """Context manager of name -> tensor; each tensor is read from the disk when it is used."""
+        with ExitStack() as stack:
+            tensors: Tensors = {}
+            for path in self.files:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no dict
+            yield tensors
+
+
+def check_config(
+    fields: dict[str, Any],
+    model: str,
+    architectures: Container[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    needed: str = "causal language model: choose a decoder, such as Llama, Qwen or GPT-2",
+) -> None:
+    """Refuse the `config.json` of a model that covey does not train.
+
+    Args:
+        fields: its content.
+        model: the model's name in messages.
+        architectures: the model types that are allowed.
+        needed: the kind of these models, with the fix.
+
+    Raises:
+        ConfigError: if it is no such model of transformers, has code of its own, or is quantised.
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(f"model {model}: its {MODEL_CONFIG_FILE} has no model_type, so its architecture is unknown")
+    listed = fields.get("architectures")
+    classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    named = f"{classes[0]} (model_type {kind!r})" if classes else f"model_type {kind!r}"
+    if kind not in architectures:
+        if fields.get("auto_map"):
+            raise ConfigError(own_code(model, f"its architecture {named}"))
+        if kind not in CONFIG_MAPPING_NAMES:
+            raise ConfigError(
+                f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
+                "another model, or a newer transformers"
+            )
+        raise ConfigError(f"model {model}: {named} is no {needed}")
+    quantised = fields.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"model {model}: its weights are quantised ({method or 'quantization_config'}), which cannot be trained: "
+            "take the unquantised model, or a GGUF file of it"
+        )
+
+
+def own_code(model: str, what: str) -> str:
+    """Message for a model whose folder has Python code."""
+    return (
+        f"model {model}: {what} is code of the model's own, which covey never runs: choose a model whose architecture "
+        f"transformers {transformers_version} has itself"
+    )
+
+
+def check_tokenizer_files(folder: Path, model: str) -> None:
+    """Refuse a folder without a tokenizer, or whose tokenizer is code of its own.
+
+    Raises:
+        ConfigError: with the missing or damaged file.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES[:-1]):
+        raise ConfigError(
+            f"model {model}: {folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model "
+            "that it was trained from there"
+        )
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (folder / name).is_file():
+            fields = read_object(folder / name)
+            code = fields.get("auto_map") if name == "tokenizer_config.json" else None
+            if code and not (folder / "tokenizer.json").is_file():
+                raise ConfigError(own_code(model, f"its tokenizer {fields.get('tokenizer_class', '')}".rstrip()))
+    template = folder / TEMPLATE_FILE
+    if os.path.lexists(template):  # transformers would ignore a path that is no file
+        try:
+            files.read_file(template).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"model {model}: {template} is no text in UTF-8 ({error}): copy it again") from error
+
+
+def read_weight_files(folder: Path, model: str) -> WeightFiles:
+    """Read the headers of a folder's safetensors files.
+
+    Raises:
+        ConfigError: if there are none, or one is missing, damaged, a pickle, or has integers in place of weights.
+    """
+    files = _weight_paths(folder, model)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        try:
+            with open(path, "rb") as raw:
+                start = raw.read(32)
+            if start.startswith(PICKLE_STARTS) and start[8:9] != b"{":  # the length of a header may begin so
+                raise ConfigError(
+                    f"model {model}: {path.name} is a pickle under the name of safetensors: rename it to "
+                    f"pytorch_model.bin, and {_convert(folder)}"
+                )
+            if start.startswith(LFS_START):
+                raise ConfigError(f"model {model}: {path.name} is a pointer of Git LFS, not the weights: git lfs pull")
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 -- it is no dict
+                    tensor = file.get_slice(name)
+                    shapes[name] = tuple(tensor.get_shape())
+                    _check_type(name, tensor.get_dtype(), len(shapes[name]), model)
+        except OSError as error:
+            raise path_error(error, f"model {model}: {path.name} cannot be read", path) from error
+        except SafetensorError as error:
+            raise ConfigError(f"model {model}: {path.name} is damaged ({error}): copy or download it again") from error
+    if not shapes:
+        raise ConfigError(f"model {model}: {files[0].name} holds no weights: copy or download it again")
+    return WeightFiles(files, shapes)
+
+
+def _check_type(name: str, dtype: str, dimensions: int, model: str) -> None:
+    if dtype not in FLOATS and dimensions >= 2 and name.endswith("weight"):
+        raise ConfigError(
+            f"model {model}: its weight {name} is stored as {dtype}, so it is quantised, which cannot be trained: take "
+            f"the model in {or_list(FLOATS[1:])}, or a GGUF file of it"
+        )
+
+
+def _weight_paths(folder: Path, model: str) -> tuple[Path, ...]:
+    if (folder / WEIGHTS_FILE).exists():
+        return (folder / WEIGHTS_FILE,)
+    if (folder / INDEX_FILE).exists():
+        return _shards(folder, model)
+    names = sorted(entry.name for entry in folder.iterdir())
+    pickles = [name for name in names if name.lower().endswith(PICKLES) and name != "training_args.bin"]
+    if pickles:
+        raise ConfigError(
+            f"model {model}: its weights are pickled ({pickles[0]}), and covey reads safetensors and GGUF only, "
+            f"because a pickle can run code: {_convert(folder)}"
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    if others:
+        raise ConfigError(f"model {model}: {folder} has {others[0]} but no {WEIGHTS_FILE}: rename it if it holds them")
+    raise ConfigError(
+        f"model {model}: {folder} has no weights: it needs {WEIGHTS_FILE}, or {INDEX_FILE} and its shards"
+    )
+
+
+def _shards(folder: Path, model: str) -> tuple[Path, ...]:
+    """The files that an index names, which must exist inside the folder."""
+    places = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ConfigError(f"model {model}: {INDEX_FILE} has no weight_map of names: copy or download it again")
+    names = sorted(set(places.values()))
+    for name in names:
+        if Path(name).name != name or name in (".", "..") or "\0" in name:
+            raise ConfigError(f"model {model}: {INDEX_FILE} names {name!r}, which lies outside the model's folder")
+        if name.lower().endswith(PICKLES):
+            raise ConfigError(f"model {model}: {INDEX_FILE} names the pickle {name}: {_convert(folder)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model {model}: {len(missing)} of the {len(names)} files with its weights are missing ({missing[0]}): "
+            "copy or download them again"
+        )
+    return tuple(folder / name for name in names)
+
+
+def _convert(folder: Path) -> str:
+    """Instruction to convert a pickle to safetensors."""
+    kind = kind_of_class(read_object(folder / MODEL_CONFIG_FILE))
+    loader = f"AutoModel{kind.value}" if kind else "AutoModelForCausalLM"
+    return (
+        f'if you trust its source, convert it once with python -c "from transformers import {loader} as M; '
+        f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
