@@ -64,9 +64,10 @@ def append_below(folder: Path, name: str) -> Iterator[BinaryIO]:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with _folder_below(folder) as descriptor:
         file = _open(_checked(name), flags, descriptor, folder / name)
+    if not stat.S_ISREG(os.fstat(file).st_mode):  # a device, or a pipe that another process reads
+        os.close(file)
+        raise Refused(f"{folder / name} is a link or not a plain file: remove it")
     with open(file, "ab") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise Refused(f"{folder / name} is a link or not a plain file: remove it")
         yield opened
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
+from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_reader import RunReader
 from covey.tracking.run_store import CURVE_FILE, read_metrics
 from covey.tracking.wording import CONTROL, Panel, Wording, find_wording
@@ -41,7 +42,7 @@ def draw_curve(run_dir: str | Path) -> Path:
         ConfigError: if there is no metrics file.
     """
     path = Path(run_dir) / CURVE_FILE
-    run_figure(run_dir).savefig(path)
+    write_atomically(path, run_figure(run_dir)._repr_png_())
     return path
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 
-from covey.tracking.curve import EVALUATION, MUTED, SMALL, TRAINING, decorate, draw_series, points_of
+from covey.tracking.curve import EVALUATION, MUTED, SMALL, TRAINING, RunFigure, decorate, draw_series, points_of
+from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_reader import RunReader
 from covey.tracking.run_store import read_metrics
 
@@ -32,7 +32,7 @@ def draw_iterations(run_dir: str | Path) -> Path | None:
     if not iterations:
         return None
     steps = read_metrics(run_dir)
-    figure = Figure(figsize=(9, 7.2), dpi=160, facecolor="white", layout="constrained")
+    figure = RunFigure(figsize=(9, 7.2), dpi=160, facecolor="white", layout="constrained")
     true, proxy, quality = figure.subplots(3, 1, sharex=True)
     ends = [record["step"] for record in iterations]
     panels = ((true, "score/mean", "true reward (verifier)", TRAINING),
@@ -45,7 +45,7 @@ def draw_iterations(run_dir: str | Path) -> Path | None:
             axes.axvline(end, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     _draw_quality(quality, iterations)
     picture = run_dir / ITERATIONS_PICTURE
-    figure.savefig(picture)
+    write_atomically(picture, figure._repr_png_())
     return picture
 
 
