@@ -9,7 +9,7 @@ from covey.tracking.entropy_metrics import ENTROPY_METRICS
 from covey.tracking.metric import Metric
 from covey.tracking.replay_metrics import REPLAY_METRICS
 from covey.tracking.sampler_metrics import SAMPLER_METRICS
-from covey.tracking.sft_metrics import SFT_METRICS
+from covey.tracking.supervised_metrics import SUPERVISED_METRICS
 
 PAGE_HEAD = """# Metrics
 
@@ -267,7 +267,7 @@ METRICS: dict[str, Metric] = _glossary(
     *REPLAY_METRICS,
     *ENTROPY_METRICS,
     *SAMPLER_METRICS,
-    *SFT_METRICS,
+    *SUPERVISED_METRICS,
     Metric(
         "update/optimizer_steps",
         "count",
