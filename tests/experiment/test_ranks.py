@@ -58,16 +58,6 @@ def test_every_algorithm_and_every_collector_has_the_bits_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["replicate", "fsdp"])
-def test_each_of_them_has_the_bits_of_one_with_one_kind_of_weights(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, weights: str
-) -> None:
-    """The part of the test above that CI runs: every second case with whole weights, the others with divided ones."""
-    names = [name for name in IN_FP32 if "inexact" not in name][weights == "fsdp" :: 2]
-    compare(model, tmp_path_factory, [(2, weights)], names)
-
-
-@pytest.mark.slow
 def test_four_ranks_with_sharded_weights_have_the_bits_of_one(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

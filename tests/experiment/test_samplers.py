@@ -132,15 +132,15 @@ def test_ranks_with_sharded_weights_and_servers_have_the_bits_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_servers_have_the_weights_merged_with_an_adapter_by_ranks_that_divide_its_base(
-    model: Path, tmp_path: Path, precision: str
+@pytest.mark.parametrize(("precision", "weights"), [("fp32", "fsdp"), ("bf16", "fsdp"), ("fp32", "replicate")])
+def test_ranks_with_an_adapter_share_servers_and_have_the_bits_of_one(
+    model: Path, tmp_path: Path, precision: str, weights: str
 ) -> None:
     with serving(model, tmp_path, 2, ("--precision", precision)) as found:
         table = sampler_table([one.address for one in found], token_file(tmp_path))
-        table += "\n[lora]\nrank = 2\n[cluster]\nshards = 4\n"
-        for name, size, weights in (("one", 1, "replicate"), ("two", 2, "fsdp")):
-            more = f'{table}weights = "{weights}"\n'
+        table += "\n[lora]\nrank = 2\nalpha = 400\n[cluster]\nshards = 4\n"
+        for name, size, divided in (("one", 1, "replicate"), ("two", 2, weights)):
+            more = f'{table}weights = "{divided}"\n'
             recipe = write_recipe(tmp_path, name, model, sampler=more, precision=precision)
             words = ["-m", "covey", "train", str(recipe), "--run-dir", str(tmp_path / name)]
             finish(start_ranks(words, size, tmp_path))
@@ -303,18 +303,3 @@ def test_servers_of_conversations_have_the_weights_merged_with_an_adapter(tmp_pa
             for path in (folder / "rollouts" / f"step_{step:06d}.jsonl" for folder in (alone, run))
         )
         assert two == one
-
-
-@pytest.mark.slow
-def test_ranks_with_an_adapter_share_servers_and_have_the_bits_of_one(model: Path, tmp_path: Path) -> None:
-    more = "\n[lora]\nrank = 2\nalpha = 400\n[cluster]\nshards = 2\n"
-    with serving(model, tmp_path, 2) as found:
-        table = more + sampler_table([one.address for one in found], token_file(tmp_path))
-        for count, name in ((1, "one"), (2, "two")):
-            recipe = write_recipe(tmp_path, name, model, sampler=table)
-            ranks = start_ranks(
-                ["-m", "covey", "train", str(recipe), "--run-dir", str(tmp_path / name)], count, tmp_path
-            )
-            ended = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
-            assert not any(rank.returncode for rank in ranks), ended
-    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

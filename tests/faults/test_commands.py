@@ -130,15 +130,6 @@ def test_sample_answers_and_repeats_itself(folder):
     assert covey(*words, cwd=folder)[1] == output
 
 
-def test_check_prints_the_config_the_memory_and_the_code_that_would_run(folder):
-    code, output = covey("check", "tiny.toml", "--group-size", 6, cwd=folder)
-    assert code == 0, output
-    assert "group_size = 6" in output
-    assert "estimated memory" in output
-    assert re.search(CHOICE, words_of(output)), output
-    assert "covey train tiny.toml --group-size 6" in output.splitlines()[-1]
-
-
 def test_check_says_that_the_code_for_a_model_of_the_hub_is_chosen_later(folder):
     code, output = covey("check", "tiny.toml", "--model", "someone/absent", cwd=folder)
     assert code == 0, output
@@ -163,45 +154,6 @@ def test_a_run_prints_and_stores_the_code_that_runs(folder):
     assert tuple(machine[key] for key in ("update", "sampling", "kernels")) == chosen.groups()
 
 
-def test_the_number_of_run_folders_goes_up(trained, folder):
-    code, output = covey("train", "tiny.toml", "--steps", 1, cwd=folder)
-    assert code == 0, output
-    assert (folder / "runs" / "tiny-002" / "summary.json").exists()
-
-
-def test_a_run_folder_in_use_is_refused(trained, folder):
-    run_dir, _ = trained
-    code, output = covey("train", "tiny.toml", "--run-dir", run_dir, cwd=folder)
-    assert code == 2
-    assert "--resume" in output
-    assert len(output.strip().splitlines()) == 1
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("raise ValueError('no luck')", "no luck"),
-        ("import time; time.sleep(60)", "took longer"),
-        ("return [1.0]", "1"),
-        ("return [float('nan')] * len(completions)", "nan"),
-        ("return [None] * len(completions)", "None"),
-        ("return ['good'] * len(completions)", "good"),
-    ],
-)
-def test_a_broken_reward_function_is_one_line_before_the_model_loads(body, said, folder):
-    (folder / "broken.py").write_text(f"def reward(completions, **columns):\n    {body}\n")
-    recipe = folder / "broken.toml"
-    # A model that does not exist would be the complaint if it were looked at first.
-    recipe.write_text(
-        'model = "nobody/no-such-model"\n[task]\nname = "arithmetic"\n[[rewards]]\nfunction = "broken.py:reward"\n'
-    )
-    code, output = covey("train", recipe, cwd=folder)
-    assert code == 2, output
-    assert len(output.strip().splitlines()) == 1, output
-    assert said in output
-
-
 def test_a_reward_that_breaks_while_training_stops_with_one_line(folder):
     (folder / "late.py").write_text(
         "from pathlib import Path\n"
@@ -218,13 +170,4 @@ def test_a_reward_that_breaks_while_training_stops_with_one_line(folder):
     code, output = covey("train", recipe, "--run-dir", "late", cwd=folder)
     assert code == 1, output
     assert "the service is gone" in output.splitlines()[-1]
-    assert "Traceback" not in output
-
-
-def test_a_missing_hub_model_is_one_line(folder):
-    recipe = folder / "hub.toml"
-    recipe.write_text('model = "nobody/no-such-model"\n[task]\nname = "arithmetic"\n')
-    code, output = covey("train", recipe, "--run-dir", "hub", cwd=folder)
-    assert code == 2
-    assert output.strip().splitlines()[-1].startswith("error: model 'nobody/no-such-model' is ")
     assert "Traceback" not in output

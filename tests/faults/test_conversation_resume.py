@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers import guessing
-from helpers.kills import Draw, Kills, anywhere, inside
+from helpers.kills import Kills, anywhere, inside
 from helpers.run_helpers import Moment, covey
 from helpers.tiny_models import calling_folder, tiny_folder
 
@@ -86,30 +86,6 @@ def runs(folder: Path) -> Callable[[str], Kills]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_runs_of_conversations_end_with_the_same_bits(runs: Callable[[str], Kills], kind: str) -> None:
     runs(kind).kill(MOMENTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "moment"), [("step", ASKING), ("tools, ppo, lora", UPDATING)], ids=["step", "tools"])
-def test_a_killed_run_of_conversations_ends_with_the_same_bits(
-    runs: Callable[[str], Kills], kind: str, moment: Draw
-) -> None:
-    whole = runs(kind).whole
-    runs(kind).kill([moment])
-    lines = [json.loads(line) for line in (whole / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
-    assert len(lines) == 16
-    assert all(line["undecided"] for line in lines if len(line["turn_rewards"]) > 1)
-    roles = {message["role"] for line in lines for message in line["messages"]}
-    assert roles == {"assistant", "tool" if kind.startswith("tools") else "user"}
-    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert all(1 < line["conversation/turns"] <= 3 for line in metrics)
-    assert all(line["conversation/tool_calls"] > 0 for line in metrics) == kind.startswith("tools")
-    assert all(line["conversation/different_prompts"] == 0 for line in metrics)
-    assert all(line["mismatch/mean"] < 1e-4 for line in metrics), "of decisions alone"
-    if kind == "step":
-        code, output = covey("eval", whole, "--problems", "4", cwd=whole)
-        assert code == 0, output
-        score = json.loads((whole / "summary.json").read_text())["evaluations"][0]["after"]["score"]
-        assert f"{score:.2f}" in output
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -79,12 +78,6 @@ def test_malformed_inputs_are_one_line_each(table, forks: Forks, tiny: Path, tmp
 @pytest.mark.slow
 def test_patterns_of_every_kind_are_answered(forks: Forks, tiny: Path, tmp_path: Path) -> None:
     check(forks, of(tiny, tables.patterns()), tmp_path)
-
-
-@pytest.mark.slow
-def test_names_that_are_no_path_are_one_line_each(forks: Forks, tmp_path: Path) -> None:
-    """Every name at one of the fifteen places."""
-    check(forks, list(islice(tables.paths(), 0, None, 16)), tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
-from covey.llm.conversation.styles import RespondStyle, StepStyle, Style, ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
 from covey.llm.grader import RewardGrader, right_rollout
 from covey.llm.model.chat import Chat, Message
@@ -157,7 +157,7 @@ class Conversations:
         Raises:
             ConfigError: if the model's chat template cannot continue a conversation.
         """
-        style = self._style_for(chat)
+        style = Style(chat, self._style, self.tools)
         ConversationEncoder(chat).check(style.reply_roles)
         observation = min(self._observations, key=len, default="")
 
@@ -178,7 +178,7 @@ class Conversations:
         Raises:
             ConfigError: if the model's chat template cannot continue a conversation.
         """
-        style = self._style_for(sampler.chat)
+        style = Style(sampler.chat, self._style, self.tools)
         of_conversations = ConversationSampler(
             **vars(sampler),
             environments=self._environments,
@@ -191,11 +191,6 @@ class Conversations:
 
     def close(self) -> None:
         self._environments.close()
-
-    def _style_for(self, chat: Chat) -> Style:
-        if self._style == "step":
-            return StepStyle(chat)
-        return (RespondStyle if self._style == "respond" else ToolStyle)(chat, self.tools)
 
     def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
         session = self._environments.open(environment_seed(0, 0, index))

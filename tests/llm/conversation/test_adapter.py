@@ -16,7 +16,7 @@ from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import RespondStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import ToolCall, write_calls
 from covey.llm.conversation.tools import Tool, ToolError, check_call
 from covey.llm.generation.local_generator import LocalGenerator
@@ -38,7 +38,7 @@ def answered(hosted: HostedEnvironment, **request: object) -> dict[str, object]:
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "mistral", "smollm"])
 def test_results_of_calls_come_before_the_text_of_the_adapter(name: str) -> None:
     chat = chat_of(name)
-    style = RespondStyle(chat, PRICES)
+    style = Style(chat, "respond", PRICES)
     hosted = HostedEnvironment(Shop, 100)
     calls = [ToolCall("price", {"item": "cup"}), ToolCall("price", {"item": 3}), ToolCall("price", {"item": "pen"})]
     turn = style.read(chat.encode_text(write_calls(calls, style.format)))
@@ -59,7 +59,7 @@ def test_results_of_calls_come_before_the_text_of_the_adapter(name: str) -> None
 
 def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alone_does_not() -> None:
     chat = chat_of("qwen2.5")
-    style = RespondStyle(chat, PRICES)
+    style = Style(chat, "respond", PRICES)
     turn = style.read(chat.encode_text("bye"))
     assert turn.request == {"do": "respond", "message": "bye", "calls": []}
     answer = style.take(turn, HostedEnvironment(Shop, 100).answer(turn.request))
@@ -71,7 +71,7 @@ def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alon
 
 def test_without_tools_no_call_is_looked_for() -> None:
     chat = chat_of("qwen2.5")
-    style = RespondStyle(chat, [])
+    style = Style(chat, "respond", [])
     text = write_calls([ToolCall("price", {})], "hermes")
     turn = style.read(chat.encode_text(text))
     assert turn.request == {"do": "respond", "message": text, "calls": []}
@@ -166,7 +166,7 @@ def test_conversations_of_a_model_with_an_adapter() -> None:
     environments = EnvironmentProcesses("covey_environments.gymnasium:Gymnasium", 60.0, 100, options)
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, turns=3, total_tokens=150,
-        environments=environments, style=RespondStyle(chat, []),
+        environments=environments, style=Style(chat, "respond", []),
     )  # fmt: skip
     [group] = sampler.sample([Start(0, "Walk.", {"seed": 1})], 3, step=1)
     environments.close()
@@ -180,5 +180,5 @@ def test_conversations_of_a_model_with_an_adapter() -> None:
 
 
 def test_a_small_model_is_told_of_the_tools() -> None:
-    style = RespondStyle(tiny_chat(), PRICES)
+    style = Style(tiny_chat(), "respond", PRICES)
     assert "price" in style.chat.tokenizer.decode(list(style.encode([{"role": "user", "content": "u"}])))

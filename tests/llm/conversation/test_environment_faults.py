@@ -18,7 +18,7 @@ from covey.data import EndReason, Group, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import StepStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy
@@ -100,7 +100,7 @@ def sampled(environments) -> list[Group]:
     chat = tiny_chat()
     sampler = ConversationSampler(
         LocalGenerator(LanguagePolicy(tiny_model())), chat, seed=5, max_new_tokens=6, environments=environments,
-        style=StepStyle(chat), turns=TURNS, total_tokens=70,
+        style=Style(chat, "step"), turns=TURNS, total_tokens=70,
     )  # fmt: skip
     starts = [Start(index, "1+2", {"fault": list(fault)}) for index, (fault, _) in enumerate(FAULTS)]
     return sampler.sample(starts, SIZE, step=1)

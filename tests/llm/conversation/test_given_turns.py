@@ -12,7 +12,7 @@ from covey.config.sft import SFTConfig
 from covey.data import EndReason
 from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.styles import ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import read_calls
 from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.data.sft_examples import check_rows
@@ -149,7 +149,7 @@ def test_what_is_trained_is_read_as_the_calls_of_the_row(name: str, row: str, gi
     read = read_calls(first, FORMATS[name])
     assert read.errors == ()
     if given != "none":
-        style = ToolStyle(chat, [TOOL])
+        style = Style(chat, "tools", [TOOL])
         requests = style.read(encoded.actions[: encoded.decided.index(False) - 1 if rest else -1]).request
         assert requests == {"do": "call", "calls": [{"name": "add", "arguments": each} for each in arguments]}
         assert encoded.prompt == style.encode([USER]), "the prompt of a rollout with this tool"
@@ -180,7 +180,7 @@ def test_a_text_of_a_recipe_with_conversations_is_a_message(name: str) -> None:
     chat = chat_of(name)
     text = encode(chat, {"prompt": USER["content"], "completion": "It is 42."}, [TOOL])
     assert text == encode(chat, {"messages": [USER, ANSWER]}, [TOOL])
-    assert text.prompt == ToolStyle(chat, [TOOL]).encode([USER])
+    assert text.prompt == Style(chat, "tools", [TOOL]).encode([USER])
 
 
 THINKING = {"role": "assistant", "content": "It is 42.", "reasoning_content": "17 and 25"}
@@ -253,7 +253,7 @@ def test_schemas_of_other_libraries_are_understood() -> None:
             "type": "dict", "required": None,
             "properties": {
                 "a": {"type": "float"}, "b": {"type": ["integer", "null"]},
-                "c": {"type": "object", "properties": {"d": {"type": "string"}}, "additionalProperties": False},
+                "c": {"type": "object", "properties": {"d": {"type": "string"}}, "additionalProperties": True},
             },
         },
     }  # fmt: skip
@@ -271,8 +271,8 @@ def test_the_encoder_of_turns_is_that_of_rollouts() -> None:
     messages = [USER, turn(call(SUM)), reply("42"), ANSWER]
     encoded = encode(chat, {"messages": messages}, [TOOL])
     begin, end = encoded.decided.index(False), len(encoded.decided) - encoded.decided[::-1].index(False)
-    read = ToolStyle(chat, [TOOL]).read(encoded.actions[: begin - 1])
-    replies = ToolStyle(chat, [TOOL]).take(read, {"texts": ["42"]}).replies
+    read = Style(chat, "tools", [TOOL]).read(encoded.actions[: begin - 1])
+    replies = Style(chat, "tools", [TOOL]).take(read, {"texts": ["42"]}).replies
     assert encoded.actions[begin:end] == ConversationEncoder(chat).after_turn(replies, ended=True)
 
 
@@ -300,7 +300,7 @@ def test_a_turn_that_a_special_token_ended_as_a_stop_string_is_as_one_that_the_e
     found = []
     for chat in (declared, Chat(declared.tokenizer, declared.end_ids - {end})):
         session = EnvironmentThreads(Adder).open(0)
-        encoder, style = ConversationEncoder(chat), ToolStyle(chat, describe_tools(Adder))
+        encoder, style = ConversationEncoder(chat), Style(chat, "tools", describe_tools(Adder))
         one = Conversation(session, style, encoder, Limits(9, 99, 999))
         one.begin(USER["content"], session.ask({"do": "reset", "columns": {}}))
         completion = Completion(list(written), [-1.0] * len(written), EndReason.STOP, 0)

@@ -11,7 +11,7 @@ from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate, decode_groups, encode_groups
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import StepStyle, ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
@@ -44,7 +44,7 @@ def sampler_of(kind="llama", environment=Echo, **settings):
     fields = {"seed": 5, "max_new_tokens": 6, "turns": 3, "total_tokens": 60} | settings
     return ConversationSampler(
         LocalGenerator(policy), chat, environments=EnvironmentThreads(environment),
-        style=StepStyle(chat), **fields,
+        style=Style(chat, "step"), **fields,
     )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def test_calls_become_requests_and_results_become_messages(name):
     from covey.llm.conversation.tool_calls import ToolCall, write_calls
 
     chat = chat_of(name)
-    style = ToolStyle(chat, describe_tools(Sums()))
+    style = Style(chat, "tools", describe_tools(Sums()))
     prompt = chat.tokenizer.decode(list(style.encode([{"role": "user", "content": "17 + 25?"}])))
     assert "add" in prompt
     session = EnvironmentThreads(Sums).open(0)
@@ -316,7 +316,7 @@ def test_calls_become_requests_and_results_become_messages(name):
 
 def test_a_call_that_cannot_be_read_is_answered_with_an_error():
     chat = chat_of("qwen2.5")
-    style = ToolStyle(chat, [Tool(tool.name, tool.schema) for tool in describe_tools(Sums())])
+    style = Style(chat, "tools", [Tool(tool.name, tool.schema) for tool in describe_tools(Sums())])
     turn = style.read(chat.encode_text('<tool_call>{"name": "add", "arguments": {</tool_call>'))
     assert turn.request is None
     [reply] = style.take(turn, {}).replies

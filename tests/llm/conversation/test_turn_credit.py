@@ -14,7 +14,7 @@ from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.problem import build_problem
 from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.styles import StepStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.generation.generator import Completion
 from covey.llm.grader import build_grader
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -43,7 +43,7 @@ def group_of(paid=PAID, turns=TURNS, *, weight_of_last=0.0):
     rollouts = []
     for rewards, texts in zip(paid, turns, strict=True):
         session = EnvironmentThreads(Paying).open(0)
-        one = Conversation(session, StepStyle(chat), ConversationEncoder(chat), Limits(9, 9, 99))
+        one = Conversation(session, Style(chat, "step"), ConversationEncoder(chat), Limits(9, 9, 99))
         one.begin("1+2", session.ask({"do": "reset", "columns": {"rewards": rewards}}))
         for text in texts:
             tokens = [*chat.encode_text(text), *((1,) if text != "345" else ())]

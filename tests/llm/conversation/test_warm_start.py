@@ -9,7 +9,7 @@ import pytest
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
 from covey.llm.conversation.environments.calculator import Calculator
-from covey.llm.conversation.styles import ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import describe_tools
 from covey.llm.conversation.warm_start import calculator_examples
@@ -25,7 +25,7 @@ CALCULATOR_TOOLS = describe_tools(Calculator)
 @pytest.mark.parametrize("name", CHAT_MODELS)
 def test_examples_of_the_calculator_are_conversations_that_the_model_can_write(name: str) -> None:
     chat = chat_of(name)
-    style = ToolStyle(chat, CALCULATOR_TOOLS)
+    style = Style(chat, "tools", CALCULATOR_TOOLS)
     rows = calculator_examples(count=3, seed=1)
     assert rows == calculator_examples(count=3, seed=1)
     assert rows != calculator_examples(count=3, seed=2)

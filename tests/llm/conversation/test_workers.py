@@ -277,5 +277,5 @@ class Unreadable:
 @pytest.mark.slow
 def test_a_tool_that_cannot_be_described_is_one_line_that_names_the_fix():
     message = HostedEnvironment(Unreadable, 1000).answer({"do": "describe"})["failed"]
-    assert message.startswith("the tool Unreadable.add cannot be described to a model (Couldn't convert the type hint")
+    assert message.startswith("the tool Unreadable.add cannot be described to a model (bytearray is not a type")
     assert message.endswith("or begin the name with an underscore if it is no tool")

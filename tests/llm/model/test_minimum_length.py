@@ -8,7 +8,7 @@ from torch import Tensor
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import StepStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import Truncation
@@ -49,7 +49,7 @@ def completions(policy: LanguagePolicy, count: int = 4) -> list[Group]:
 def conversations(policy: LanguagePolicy, ends: frozenset[int]) -> list[Group]:
     chat = Chat(tiny_chat().tokenizer, ends)
     sampler = ConversationSampler(
-        LocalGenerator(policy), chat, 5, 7, TEMPERATURE, turns=3, total_tokens=60, style=StepStyle(chat),
+        LocalGenerator(policy), chat, 5, 7, TEMPERATURE, turns=3, total_tokens=60, style=Style(chat, "step"),
         environments=EnvironmentThreads(Guess), truncation=Truncation(min_new_tokens=policy.minimum.tokens),
     )  # fmt: skip
     return sampler.sample([Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"})], 6, step=1)

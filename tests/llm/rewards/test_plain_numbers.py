@@ -42,12 +42,6 @@ def test_verdicts_by_hand(completion, answer, verdict):
     assert plain_verdicts([completion], answer=[answer]) == [verdict]
 
 
-def test_columns():
-    assert plain_verdicts([[{"role": "assistant", "content": "5"}]], answer_column="gold", gold=[5]) == [1]
-    with pytest.raises(ValueError, match="no column 'gold', it has answer"):
-        plain_verdicts(["5"], answer_column="gold", answer=["5"])
-
-
 INTEGERS = st.integers(-2000, 2000)
 NUMBERS = st.one_of(
     INTEGERS.map(str),

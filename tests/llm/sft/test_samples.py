@@ -13,7 +13,7 @@ from covey.config import ConfigError
 from covey.config.sft import SFTConfig
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.conversation.sampler import ConversationSampler
-from covey.llm.conversation.styles import StepStyle, ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import describe_tools
 from covey.llm.data.sft_examples import check_rows, read_rows
 from covey.llm.generation.local_generator import LocalGenerator
@@ -110,7 +110,7 @@ def sampled(kind: str) -> tuple[LanguageSampler, list[Group], LanguagePolicy]:
     policy, chat = LanguagePolicy(tiny_model("llama")), tiny_chat()
     sampler = LanguageSampler(LocalGenerator(policy), chat, seed=5, max_new_tokens=6)
     if kind != "completion":
-        style = StepStyle(chat) if kind == "step" else ToolStyle(chat, describe_tools(Adder()))
+        style = Style(chat, "step") if kind == "step" else Style(chat, "tools", describe_tools(Adder()))
         environments = EnvironmentThreads(Echo if kind == "step" else Adder, 100)
         sampler = ConversationSampler(**vars(sampler), environments=environments, style=style, turns=3, total_tokens=60)
     starts = [Start(0, [{"role": "user", "content": "1+2"}], {"answer": "3"}), Start(1, "7-5", {"answer": "2"})]

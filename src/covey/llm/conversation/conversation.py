@@ -77,27 +77,22 @@ class Conversation:
         self.messages.append(turn.message)
         self.turn_rewards.append(0.0)
 
-        def take(reply: Reply) -> None:
+        def take(reply: Future[Reply]) -> None:
             try:
-                answered.set_result(self._continue(self.style.take(turn, reply), completion, ended=ended))
+                follows = self._continue(self.style.take(turn, reply.result()), completion, ended=ended)
+            except CallError as error:
+                follows, self.failure = None, f"{FAILED}{error}"
             except Exception as error:  # in the thread of the environments, where nobody would see it
                 known = isinstance(error, (ReplyNotEncodable, ConfigError))
-                self.failure = f"a reply of its environment {error if known else one_line(error)}"
-                answered.set_result(None)
+                follows, self.failure = None, f"a reply of its environment {error if known else one_line(error)}"
+            answered.set_result(follows)
 
         if turn.request is None:
-            take({})
-            return answered
-
-        def receive(future: Future[Reply]) -> None:
-            error = future.exception()
-            if error is None:
-                take(future.result())
-                return
-            self.failure = f"{FAILED}{error}"
-            answered.set_result(None)
-
-        self.session.ask(turn.request).add_done_callback(receive)
+            nothing: Future[Reply] = Future()
+            nothing.set_result({})
+            take(nothing)
+        else:
+            self.session.ask(turn.request).add_done_callback(take)
         return answered
 
     def finish(self, end: Future[Reply]) -> None:

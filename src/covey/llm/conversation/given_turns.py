@@ -1,6 +1,6 @@
 """Tokens of given conversations, encoded as if the model had written the messages of the assistant.
 
-Tools are described, calls written and read, and replies encoded as in a rollout with the same tools (`ToolStyle`).
+Tools are described, calls written and read, and replies encoded as in a rollout with the same tools (`Style`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from covey.config import ConfigError
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
-from covey.llm.conversation.styles import ToolStyle
+from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_prompt import THOUGHTS, as_in_rollouts, words
 from covey.llm.conversation.tools import ERROR, Tool
 from covey.llm.model.chat import Message
@@ -22,7 +22,7 @@ class GivenTurns:
     """
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Tool] = ()) -> None:
-        self.encoder, self.style = encoder, ToolStyle(encoder.chat, tools)
+        self.encoder, self.style = encoder, Style(encoder.chat, "tools", tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the messages before the first turn."""

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from covey.llm.data.rows import check_prompt, check_text, faults_at, kind_name, read_records
-
-Messages = tuple[dict[str, str], ...]
+from covey.llm.data.rows import Messages, check_prompt, check_text, faults_at, kind_name, read_records
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ LONGEST_PROMPT = 4 << 20  # characters; no model takes so many tokens, which wou
 HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
 
+Messages = tuple[Mapping[str, Any], ...]
+
+
 class Prompted(Protocol):
     """A row or an example: it has a prompt, and a place for messages."""
 
@@ -225,20 +228,39 @@ def check_prompt(prompt: Any, name: str = "prompt") -> None:
         raise ValueError(f"{name!r} must be a string or a list of chat messages, this is {kind_name(prompt)}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{name!r} is empty")
-    if isinstance(prompt, list):
-        for position, message in enumerate(prompt, start=1):
-            for key in ("role", "content"):
-                if not isinstance(message, dict) or not isinstance(message.get(key), str):
-                    raise ValueError(f"message {position} of {name!r} needs a {key!r} that is a string")
-            role = message["role"]  # the chat template decides which roles are allowed
-            if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
-                raise ValueError(
-                    f"message {position} of {name!r} has the role {shortened(role)}: a role is a printable name of at "
-                    f"most {LONGEST_ROLE} characters, such as 'user'"
-                )
-        if not any(message["content"].strip() for message in prompt):
-            raise ValueError(f"{name!r} is empty: no message has any content")
-    check_text("".join([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]), name)
+    if isinstance(prompt, str):
+        check_text(prompt, name)
+    elif not any(message["content"].strip() for message in check_messages(prompt, name)):
+        raise ValueError(f"{name!r} is empty: no message has any content")
+
+
+def check_messages(messages: Sequence[Any], name: str, *, calls: bool = False) -> Messages:
+    """Chat messages, each with a role and a content. Raises ValueError with the fault.
+
+    Args:
+        name: their column.
+        calls: True if messages of the assistant may have tool calls in place of a content.
+    """
+    checked: list[dict[str, Any]] = []
+    for position, message in enumerate(messages, start=1):
+        where = f"message {position} of {name!r}"
+        if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
+            raise ValueError(f"{where} needs a 'role' that is a string")
+        if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):  # the template decides on the name
+            raise ValueError(
+                f"{where} has the role {shortened(role)}: a role is a printable name of at most {LONGEST_ROLE} "
+                "characters, such as 'user'"
+            )
+        content, called = message.get("content"), message.get("tool_calls") if calls else None
+        if called and (role != "assistant" or not isinstance(called, (list, tuple))):
+            raise ValueError(f"{where} has 'tool_calls', which must be a list, and of the role 'assistant'")
+        if called and content is None:
+            content = ""
+        if not isinstance(content, str):
+            raise ValueError(f"{where} needs a 'content' that is a string")
+        checked.append({**message, "content": content})
+    check_text("".join(message["content"] for message in checked), name)
+    return tuple(checked)
 
 
 def check_text(text: str, name: str) -> None:

@@ -18,17 +18,15 @@ from typing import Any
 from covey.config.files import shortened
 from covey.config.sft import SFTConfig
 from covey.llm.data.rows import (
-    LONGEST_ROLE,
+    Messages,
+    check_messages,
     check_prompt,
-    check_text,
     faults_at,
     hold_out,
     kind_name,
     read_records,
     without_held_out,
 )
-
-Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -166,25 +164,13 @@ def _messages(value: Any, name: str) -> Messages:
         raise ValueError(f"{name!r} must be a list of chat messages, this is {kind_name(value)}")
     if not value:
         raise ValueError(f"{name!r} is empty")
-    checked: list[Mapping[str, Any]] = []
-    for position, message in enumerate(value, start=1):
-        where = f"message {position} of {name!r}"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} needs a 'role' that is a string")
-        role = message["role"]
-        if not (role.strip() and role.isprintable() and len(role) <= LONGEST_ROLE):
-            raise ValueError(f"{where} has the role {shortened(role)}: a role is a printable name, such as 'user'")
-        calls = message.get("tool_calls")
-        if calls and (role != "assistant" or not isinstance(calls, (list, tuple))):
-            raise ValueError(f"{where} has 'tool_calls', which must be a list, and of the role 'assistant'")
-        content = message.get("content") if not calls or message.get("content") is not None else ""
-        if not isinstance(content, str):
-            raise ValueError(f"{where} needs a 'content' that is a string")
-        if role == "assistant" and not content.strip() and not calls:
-            raise ValueError(f"{where} is an empty answer: it has neither 'content' nor 'tool_calls'")
-        checked.append({**message, "content": content})
-    check_text("".join(message["content"] for message in checked), name)
-    return tuple(checked)
+    messages = check_messages(value, name, calls=True)
+    for position, message in enumerate(messages, start=1):
+        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+            raise ValueError(
+                f"message {position} of {name!r} is an empty answer: it has neither 'content' nor 'tool_calls'"
+            )
+    return messages
 
 
 def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
