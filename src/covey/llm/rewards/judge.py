@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from covey.config import RewardConfig
-from covey.config.addresses import endpoint
 from covey.config.files import user_path
+from covey.config.servers import endpoint
 from covey.llm.rewards.judge_client import JudgeSettings
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner, in_thread

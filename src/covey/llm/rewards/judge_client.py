@@ -22,9 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from covey.config import ConfigError, MachineError
-from covey.config.addresses import is_this_machine
-from covey.config.rewards import judge_token
-from covey.config.token_text import hide
+from covey.config.servers import hide, is_this_machine, judge_token
 from covey.llm.rewards.judge_cache import Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
 from covey.runtime.worker.child import one_printable_line
