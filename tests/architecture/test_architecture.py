@@ -162,6 +162,18 @@ def test_a_mistake_is_told_before_anything_heavy_loads(module):
     assert result.stdout.split() == []
 
 
+@pytest.mark.parametrize("option", ["--version", "--help", "recipes"])
+def test_the_command_line_starts_without_numpy(option):
+    script = (
+        "import sys, covey.cli.main as cli\ntry: cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        f"print('loaded:', *sorted({HEAVY_PACKAGES | {'numpy'}!r} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "loaded:"
+    assert len(result.stdout.splitlines()) > 1
+
+
 def test_nothing_runs_code_from_data():
     found = [f"{name_of(path)}:{line} {what}" for path in FILES for line, what in unsafe(parse(path))]
     allowed = (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.cli.evaluate import score_report
 from covey.cli.main import main, parse
 from covey.config import (
     TASK_CONFIGS,
@@ -27,7 +28,6 @@ from covey.config.recipe import describe_fields
 from covey.config.recipe_writing import write_config
 from covey.experiment.advice import Launch
 from covey.llm.generation.token_sampling import Truncation
-from covey.tracking.reports import score_report
 from covey.tracking.run_store import RunStore
 from covey.tracking.score_kinds import ACCURACY, SCORE
 from covey.tracking.statistics import mean_score, wilson_interval

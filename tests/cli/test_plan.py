@@ -182,7 +182,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("covey.experiment.cluster.simulation.MOST_EVENTS", 3000)
+    monkeypatch.setattr("covey_cluster.simulation.MOST_EVENTS", 3000)
     assert main(["plan", MODEL, *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -195,3 +195,11 @@ def test_files_that_are_no_rollouts(line: str, run_folder: Path, capsys: pytest.
     (run_folder / "rollouts" / "step_000002.jsonl").write_text(line + "\n")
     assert main(["plan", MODEL, "--ranks", "2", *GPU, "--cluster", "--lengths", str(run_folder)]) == 2
     assert "line 1 of" in capsys.readouterr().err
+
+
+def test_ranks_are_planned_by_a_package_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("covey.cli.plan.entry_points_of", lambda group: {})
+    assert main(["plan", "smollm2-135m", "--ranks", "2"]) == 2
+    assert '--ranks needs the package covey-cluster: pip install "covey[cluster]"' in capsys.readouterr().err

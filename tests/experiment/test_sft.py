@@ -133,7 +133,7 @@ def test_a_killed_training_ends_with_the_same_bits(step, calls, whole, place):
     assert code == -signal.SIGKILL, said
     code, said = covey("train", "--resume", run_dir, cwd=place)
     assert code == 2
-    assert f"is a supervised training: continue it with covey sft --resume {run_dir}" in said
+    assert f"is a run of covey sft: continue it with covey sft --resume {run_dir}" in said
     code, said = covey("sft", "--resume", run_dir, cwd=place)
     assert code == 0, said
     assert "resuming after step" in said
@@ -155,7 +155,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     (place / "data.jsonl").write_text(data)
     assert code == 2
-    assert "the examples of data.jsonl have changed since the training began" in said
+    assert "data.jsonl (sft.data) has changed since the run began" in said
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 0, said
     assert_same(run_dir, whole[0])
@@ -221,7 +221,7 @@ count = 12
 samples_per_prompt = 4
 min_reward = 0.2
 keep = "all"
-batch_size = 4
+batch_size = 1
 learning_rate = 1e-2
 [checkpoint]
 every = 2
@@ -269,7 +269,7 @@ def test_samples_are_the_same_again_and_those_of_a_folder_are_used_as_they_are(o
 
 @pytest.mark.slow
 def test_a_killed_training_on_samples_ends_with_the_same_bits(of_samples, place):
-    moment = Moment(3, 40)
+    moment = Moment(2, 40)
     code, said = covey("sft", "samples.toml", "--run-dir", "killed-samples", cwd=place, moment=moment)
     assert code == -signal.SIGKILL, said
     task = (place / "samples.toml").read_text()

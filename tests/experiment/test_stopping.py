@@ -307,7 +307,7 @@ def test_a_run_ends_early_and_a_stop_in_between_changes_nothing(
     best = scores.index(max(scores)) + 1
     assert len(scores) == best + 3
     assert all(max(scores[: step - 1]) >= scores[step - 1] for step in range(best + 1, best + 4))
-    assert f"training ends early after step {best + 3}: the held-out return was highest after step {best} " in (
+    assert f"training ends early after step {best + 3}: the held-out return was best after step {best} " in (
         capsys.readouterr().out
     )
     assert run(settings("parts"), observers=Signals(best + 1, signal.SIGINT)) is None

@@ -138,7 +138,7 @@ def way_on(outcome: Outcome, words: Sequence[object], run_dir: Path) -> list[str
     assert line.startswith("error: "), outcome
     assert "unexpected" not in line + outcome.output
     assert str(run_dir.parent) in line
-    advice = re.search(r"then (?:go on with: covey (.*)|start the run again)$", line)
+    advice = re.search(r"then (?:go on with|start again with): covey (.*)$", line)
     if advice and advice[1]:
         return shlex.split(advice[1])
     assert "--resume" not in words or "; then" not in line, line

@@ -33,8 +33,8 @@ MOMENTS = {
     "loading the model": Interrupt("covey.experiment.llm", "load_model"),
     "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
     "the first step": Interrupt("covey.train.loop", "collect", times=2),  # there the first only asks
-    "saving the model": Interrupt("covey.experiment.run", "write_folders"),
-    "the curve": Interrupt("covey.experiment.run", "draw"),
+    "saving the model": Interrupt("covey.experiment.job", "write_folders"),
+    "the curve": Interrupt("covey.experiment.build", "draw_curve"),
 }
 BEGUN = ("saving the model", "the curve")
 

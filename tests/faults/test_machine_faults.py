@@ -78,7 +78,7 @@ def way_on(outcome: Outcome, place: str, run_dir: Path, words: list[object]) -> 
     """The command that the line of the error names."""
     assert outcome.code == 3, outcome
     (line,) = outcome.errors.splitlines()
-    assert re.match(rf"error: .*{re.escape(place)}.*; then (go on with|start the run again)", line), line
+    assert re.match(rf"error: .*{re.escape(place)}.*; then (go on with|start again with): covey ", line), line
     _, _, resume = line.partition("; then go on with: covey ")
     if resume:
         assert shlex.split(resume) == ["train", "--resume", str(run_dir)]

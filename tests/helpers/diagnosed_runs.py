@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from covey.config.recipe import config_from_dict
-from covey.experiment.run import open_builder, open_store
+from covey.experiment.job import open_store
+from covey.experiment.run import open_builder
 from covey.runtime.distributed import ALONE
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis, Finding

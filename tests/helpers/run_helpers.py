@@ -216,23 +216,16 @@ def _command(
 
 
 def _stop_at(moment: Moment) -> None:
-    from covey.experiment.reward_model_folder import RewardModelFolder
     from covey.tracking.run_store import RunStore
 
-    record, record_of_reward_model = RunStore.record_metrics, RewardModelFolder.record
+    record = RunStore.record_metrics
 
     def recorded(store: RunStore, step: int, metrics: Mapping[str, float]) -> None:
         record(store, step, metrics)
         if step == moment.step:
             signal_after(moment.calls, moment.signal, moment.inside)
 
-    def recorded_of_reward_model(folder: RewardModelFolder, metrics: dict[str, Any]) -> None:
-        record_of_reward_model(folder, metrics)
-        if metrics["step"] == moment.step and "loss" in metrics:
-            signal_after(moment.calls, moment.signal, moment.inside)
-
     RunStore.record_metrics = recorded  # type: ignore[method-assign]
-    RewardModelFolder.record = recorded_of_reward_model  # type: ignore[method-assign]
 
 
 def signal_after(calls: int, number: int = signal.SIGKILL, inside: str = "") -> None:

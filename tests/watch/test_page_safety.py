@@ -272,7 +272,7 @@ def test_everything_is_reachable_by_keyboard(chromium: Browser, address: str) ->
     page = open_view(chromium, address, "overview", "language-a")
     page.evaluate("document.querySelector('#skip').focus()")
     reached = []
-    for _ in range(50):
+    for _ in range(90):
         page.press("Tab")
         reached.append(
             page.evaluate(

@@ -271,6 +271,27 @@ def test_the_views_of_a_report(chromium: Browser, tmp_path: Path) -> None:
     page = chromium.open(file.as_uri())
     page.wait("document.querySelectorAll('.results tbody tr').length === 2")
     assert page.texts("footer")[0].startswith("Written by covey")
+    # Returns and accuracies share no axis, rewards of either kind neither.
+    page.wait("document.querySelectorAll('.chart').length > 7")
+    drawn = dict(zip(page.texts(".chart h4"), page.texts(".chart .readout"), strict=True))
+    expected = {
+        "Accuracy in training": "run100.0\u202f%",
+        "Return in training (CartPole-v1)": "agent80",
+        "Reward, mean (accuracy)": "run1",
+        "Reward, mean (CartPole-v1)": "agent80",
+    }
+    assert expected.items() <= drawn.items()
+    assert page.texts(".scale") == ["0\u202f%100\u202f%", "0500"]
+    page.click(".segmented button", "time of training")
+    page.wait("document.querySelector('.chart .plot').getAttribute('aria-valuemax') === '8'")  # 4 steps of 2 s
+    page.click(".runs-head a")
+    page.wait("document.querySelectorAll('.runs-table tbody tr').length === 2")
+    heads = ".runs-table thead button"
+    for head, names in (("seed", ["agent", "run"]), ("seed", ["run", "agent"]), ("run", ["agent", "run"])):
+        page.click(heads, head)
+        assert page.texts(".runs-table tbody th") == names
+    assert page.texts(".runs-table .change") == ["+491", "+50\u202fpoints".replace("\u202f", " ")]
+    assert page.barriers() == []
     page.click(".run-list a", "run")
     page.wait("document.querySelector('.verdict').textContent === 'Better: from 25.0% to 75.0%.'")
     page.click(".tabs a", "Held-out")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.cli.options import MACHINE_FIELDS
 from covey.cli.truncation import TRUNCATION, truncation_of
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
 from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
@@ -16,9 +17,9 @@ from covey.config.recipe import apply_overrides, config_from_dict, read_tables, 
 from covey.config.recipe_writing import config_to_dict
 from covey.config.rules import validate
 from covey.config.terminal import say
-from covey.tracking.reports import return_report, score_report
 from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
+from covey.tracking.score_kinds import ScoreKind
 
 EVALUATED = ("model", "task", "rewards", "sampling", "chat", "conversation")  # tables of a run that it uses
 INHERITED = ("max_new_tokens", "min_new_tokens", "long_prompts", "stop")  # of [sampling] of a run
@@ -173,3 +174,40 @@ def evaluate_control(arguments: argparse.Namespace, fields: list[str], saved: Pa
     say(return_report(result, config.evaluation.expected_return))
     if advice := after_evaluation(saved.parent, trained, drawable=result["drawable"], drawn=arguments.render):
         say(advice)
+
+
+def return_report(result: dict[str, Any], expected: float | None) -> str:
+    """The mean return with its 95 % interval, the recipe's expected return, and the path of the picture."""
+    interval = "no interval from one episode"
+    if result["low"] is not None:
+        interval = f"95 % interval {result['low']:.1f} to {result['high']:.1f}"
+    lines = [f"mean return {result['score']:.1f} ({interval}) over {plural(result['count'], 'episode')}"]
+    if expected is not None:
+        lines.append(f"expected {expected:g}: {'reached' if result['score'] >= expected else 'not reached'}")
+    if result.get("picture"):
+        lines.append(f"a picture of one episode is in {result['picture']}")
+    return "\n".join(lines)
+
+
+def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
+    """The mean score of one answer per problem, or pass@k or best@k of several, with 95 % intervals over problems.
+
+    Args:
+        scores: for every problem, the scores of its graded answers; problems without any are left out.
+        kind: the kind of these scores.
+
+    Raises:
+        RunError: if nothing was scored.
+    """
+    scores = [problem for problem in scores if problem]
+    count, samples = len(scores), min((len(problem) for problem in scores), default=0)
+    if not samples:
+        raise RunError("no problem was scored, so there is nothing to report")
+    if max(len(problem) for problem in scores) == 1:
+        result = kind.estimate([problem[0] for problem in scores])
+        return f"{kind.name} {kind.write(result['score'])} ({kind.name_interval(result)}), {kind.describe_mean(result)}"
+    lines = [f"{plural(count, 'problem')}, {plural(samples, 'answer')} each (95 % interval over problems)"]
+    for k in [k for k in (2**i for i in range(samples.bit_length())) if k < samples] + [samples]:
+        result = kind.estimate_best([kind.best_at_k(problem, k) for problem in scores])
+        lines.append(f"  {f'{kind.best_of}@{k}':<9} {kind.write_interval(result)}")
+    return "\n".join(lines)

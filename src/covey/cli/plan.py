@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import Field, fields
 from typing import Any
 
 from covey.cli.numbers import number
 from covey.config import ConfigError
 from covey.config.fields import get_type_hints, plain_type
+from covey.config.named_modules import entry_points_of
 from covey.config.planning import DevicesConfig, SimulationConfig
 
 ALGORITHMS = "grpo,ppo"  # columns without --ranks
@@ -111,21 +113,24 @@ def _report_of_ranks(
     algorithm = "grpo" if arguments.algorithm is None else arguments.algorithm
     if "," in algorithm:
         raise ConfigError("--ranks plans one algorithm at a time: name one with --algorithm")
-    plan = SimulationConfig(**simulated) if arguments.cluster else None
-    if plan is not None:
+    planner = entry_points_of("covey.planners").get("cluster", "")
+    if not planner:
+        raise ConfigError('--ranks needs the package covey-cluster: pip install "covey[cluster]"')
+    if arguments.cluster:
         devices = devices | {"external_sampler": True}
-    from covey.experiment.cluster.rank_report import RankPlanner, plan_ranks
-    from covey.experiment.cluster.simulated_report import ClusterPlanner, plan_cluster
-    from covey.experiment.plan import find_dimensions, read_configs
-
-    config = next(
-        iter(read_configs(fields_given, [algorithm], arguments.critic_trunk, arguments.reward_model).values())
+    module, _, plan = planner.partition(":")
+    report: str = getattr(importlib.import_module(module), plan)(
+        arguments.model,
+        fields_given,
+        algorithm=algorithm,
+        critic_trunk=arguments.critic_trunk,
+        reward_model=arguments.reward_model,
+        prompt_tokens=arguments.prompt_tokens,
+        ranks=arguments.ranks,
+        devices=DevicesConfig(**devices),
+        simulation=SimulationConfig(**simulated) if arguments.cluster else None,
     )
-    size = find_dimensions(arguments.model)
-    planner = RankPlanner.of(size, config, DevicesConfig(**devices), arguments.ranks, arguments.prompt_tokens)
-    if plan is None:
-        return plan_ranks(planner, arguments.model, arguments.ranks)
-    return plan_cluster(ClusterPlanner.of(planner, plan, arguments.ranks))
+    return report
 
 
 def _given(arguments: argparse.Namespace, root: type) -> dict[str, Any]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from covey.cli.reward_model_options import OF_THE_RUN
 from covey.config import ConfigError, DatasetConfig, RunConfig
 from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.recipe import parse_value, read_recipe
-from covey.config.reward_models import RewardModelConfig, check_training, reward_model_fault
+from covey.config.reward_models import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.llm.data.reward_examples import read_examples
 from covey.llm.data.rows import read_data
 from covey.runtime.interrupts import EXIT_CODE
-from covey.tracking.run_folder import check_new_file, next_run_dir
+from covey.tracking.run_folder import check_new_file, check_run_dir, claim_run_dir, next_run_dir
 
+RUN_NAME = "reward_model"  # first part of a run folder's name
 MOST_CONTINUATIONS = 256  # for which there are random numbers
 
 
@@ -33,24 +35,25 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
     if arguments.resume:
         if arguments.data or arguments.held_out or arguments.run_dir or given:
             raise ConfigError("a resumed training keeps the settings that it began with: leave out the other words")
-        from covey.experiment.reward_model_folder import check_training_folder
+        run_dir = user_path(arguments.resume, "--resume: ")
+        check_run_dir(run_dir, resume=True)
         from covey.experiment.reward_models import resume_reward_model
 
-        run_dir = user_path(arguments.resume, "--resume: ")
-        check_training_folder(run_dir, resume=True)
-        return None if resume_reward_model(run_dir) else EXIT_CODE
+        return EXIT_CODE if resume_reward_model(run_dir) is None else None
     if not arguments.data:
         raise ConfigError(f"name the data, such as: {command('reward-model', 'train', 'pairs.jsonl')}")
-    config = _config(given)
-    for name in filter(None, (arguments.data, arguments.held_out)):
+    named = {name: getattr(arguments, name) for name in ("held_out", "run_dir") if getattr(arguments, name)}
+    config = replace(_config(given), data=arguments.data, **named)
+    for name in filter(None, (config.data, config.held_out)):
         read_examples(name, config.grade_column)  # before torch is loaded
-    run_dir = user_path(arguments.run_dir, "--run-dir: ") if arguments.run_dir else next_run_dir("reward_model")
-    from covey.experiment.reward_model_folder import check_training_folder
-    from covey.experiment.reward_models import Training, train_reward_model
+    check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
+    from covey.experiment.advice import Launch
+    from covey.experiment.reward_models import train_reward_model
 
-    check_training_folder(run_dir)
-    finished = train_reward_model(Training(config, arguments.data, arguments.held_out or ""), run_dir)
-    return None if finished else EXIT_CODE
+    words = [word for name, text in {**named, **given}.items() for word in (f"--{name.replace('_', '-')}", text)]
+    folder = config.run_dir or (lambda: claim_run_dir(RUN_NAME))
+    finished = train_reward_model(config, folder, Launch(config.data, tuple(words)))
+    return EXIT_CODE if finished is None else None
 
 
 def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -127,20 +130,23 @@ ACTIONS: dict[str, Any] = {"train": train_action, "eval": eval_action, "label": 
 
 def _given(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the config that the command sets, as text."""
-    values = {item.name: getattr(arguments, item.name, None) for item in fields(RewardModelConfig)}
+    names = {item.name for item in fields(RewardModelTraining)} - set(OF_THE_RUN)
+    values = {name: getattr(arguments, name, None) for name in sorted(names)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _config(given: dict[str, str]) -> RewardModelConfig:
+def _config(given: dict[str, str]) -> RewardModelTraining:
     """The config with the given fields, checked.
 
     Raises:
         ConfigError: for the first value that cannot be read, or is out of range.
     """
-    hints = get_type_hints(RewardModelConfig)
+    hints = get_type_hints(RewardModelTraining)
     values = {name: parse_value(text, hints[name], f"--{name.replace('_', '-')}") for name, text in given.items()}
     if "step_separator" in values:
         values["step_separator"] = values["step_separator"].replace("\\n", "\n")
-    config = RewardModelConfig(**values)
+    if "trackers" in values:
+        values["trackers"] = tuple(values["trackers"])
+    config = RewardModelTraining(**values)
     check_training(config)
     return config

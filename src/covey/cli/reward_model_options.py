@@ -8,11 +8,14 @@ from dataclasses import fields
 from typing import Any
 
 from covey.config.fields import describe_type, get_type_hints
-from covey.config.reward_models import RewardModelConfig
+from covey.config.reward_models import RewardModelTraining
 from covey.config.terminal import fitted, width_of
 
 # Fields of a training that its evaluation uses too.
 EVALUATION_FIELDS = ("grade_loss", "grade_column", "max_tokens", "long_examples", "device", "precision", "threads")
+
+# Fields of a training that have options of their own, or none.
+OF_THE_RUN = ("data", "held_out", "run_dir", "algorithm", "steps")
 
 DATA = """\
 The data are a JSONL file with one JSON object on each line, of one of these kinds:
@@ -52,8 +55,9 @@ def _train_options(action: argparse.ArgumentParser) -> None:
     action.add_argument("--held-out", metavar="FILE", help="JSONL file for the evaluation (a part of DATA)")
     action.add_argument("--run-dir", metavar="DIR", help="folder of the training (runs/reward_model-<number>)")
     action.add_argument("--resume", metavar="RUN_DIR", help="continue a stopped training from its last checkpoint")
-    for item in fields(RewardModelConfig):
-        _add_field(action, item)
+    for item in fields(RewardModelTraining):
+        if item.name not in OF_THE_RUN:
+            _add_field(action, item)
 
 
 def _eval_options(action: argparse.ArgumentParser) -> None:
@@ -63,7 +67,7 @@ def _eval_options(action: argparse.ArgumentParser) -> None:
     )
     action.add_argument("data", metavar="DATA", help="JSONL file")
     action.add_argument("--picture", metavar="FILE", help="write the reliability diagram to this PNG file")
-    for item in fields(RewardModelConfig):
+    for item in fields(RewardModelTraining):
         if item.name in EVALUATION_FIELDS:
             _add_field(action, item)
 
@@ -100,7 +104,7 @@ def _label_options(action: argparse.ArgumentParser) -> None:
 
 
 def _add_field(action: argparse.ArgumentParser, item: Any) -> None:
-    hint = get_type_hints(RewardModelConfig)[item.name]
+    hint = get_type_hints(RewardModelTraining)[item.name]
     choices = " | ".join(item.metadata["choices"])
     text = f"{item.metadata['help']} ({choices or describe_type(hint)}) [{item.default!r}]".replace("%", "%%")
     action.add_argument(f"--{item.name.replace('_', '-')}", dest=item.name, metavar="VALUE", help=text)

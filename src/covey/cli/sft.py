@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from covey.cli.field_help import field_line, field_options
@@ -20,7 +19,8 @@ from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 OTHER_FIELDS = (
     "model", "seed", "run_dir", "device", "precision", "threads", "chat.system_prompt", "update.weight_decay",
     "update.beta1", "update.beta2", "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
-    "update.recompute", "checkpoint.every", "checkpoint.keep",
+    "update.recompute", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "checkpoint.model_if_stopped",
+    "trackers",
 )  # fmt: skip
 
 
@@ -71,7 +71,5 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
 
     launch = Launch.of_command(arguments.recipe, fields)
 
-    def folder() -> str | Path:
-        return config.run_dir or claim_run_dir(name)
-
+    folder = config.run_dir or (lambda: claim_run_dir(name))
     return EXIT_CODE if train_sft(config, folder, launch, examples) is None else None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 # Measured memory of a process that calls a reward, with its supervisor and without what the function imports, and of a
 # sandboxed program with its test program.
 PROCESS_MIB = 15
-JUDGE_MIB = 40  # of the process that asks a judge, with its HTTP client
 
 
 @dataclass(frozen=True)

@@ -369,12 +369,21 @@ class RunBase(Table):
     )
 
     def check(self) -> None:
-        for name in self.trackers:
-            if self.trackers.count(name) > 1:
-                raise ConfigError(f"trackers has {name} twice: remove one")
-            found = find_spec(name)
-            if found is None or found.origin is None:  # a folder of this name in the working folder is no package
-                raise ConfigError(f'trackers: {name} needs a package: pip install "covey[{name}]"')
+        check_trackers(self.trackers)
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Refuse a tracker that is named twice, and one whose package is missing.
+
+    Raises:
+        ConfigError: naming the tracker and the remedy.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"trackers has {name} twice: remove one")
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of this name in the working folder is no package
+            raise ConfigError(f'trackers: {name} needs a package: pip install "covey[{name}]"')
 
 
 REPLAY_IMPORTANCE_CAP = 2.0

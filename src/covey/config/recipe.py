@@ -19,8 +19,9 @@ from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.follow import follow
 from covey.config.foreign_names import answer
 from covey.config.recipe_writing import plain, to_toml
+from covey.config.reward_models import REWARD_MODEL_ALGORITHM, RewardModelTraining
 from covey.config.rules import validate, validate_sft
-from covey.config.sft import SFT_TABLE
+from covey.config.sft import SFT_ALGORITHM, SFT_TABLE
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +187,8 @@ def _parse_single(text: str, kind: type) -> Any:
 
 def root_of(tables: dict[str, Any]) -> type:
     """The config class of a recipe's tables."""
+    if tables.get("algorithm") == REWARD_MODEL_ALGORITHM:
+        return RewardModelTraining  # of a run folder
     return ControlConfig if "environment" in tables else RunConfig
 
 
@@ -260,8 +263,12 @@ def _elsewhere(key: str, root: type, *, is_table: bool = False) -> str:
     return ""
 
 
-def training_command(config: RunConfig | ControlConfig) -> str:
-    """The command that trains with this config: "train", or "iterate" for an iterative run."""
+def training_command(config: Config | RewardModelTraining) -> str:
+    """The command that trains with this config: "train", "iterate", "sft" or "reward-model train"."""
+    if isinstance(config, RewardModelTraining):
+        return "reward-model train"
+    if config.algorithm == SFT_ALGORITHM:
+        return "sft"
     return "iterate" if isinstance(config, RunConfig) and config.iteration.steps else "train"
 
 

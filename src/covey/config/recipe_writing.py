@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import TASK_CONFIGS, ControlConfig, RewardConfig, RunConfig
+from covey.config.reward_models import RewardModelTraining
 
 
-def config_to_dict(config: RunConfig | ControlConfig) -> dict[str, Any]:
+def config_to_dict(config: RunConfig | ControlConfig | RewardModelTraining) -> dict[str, Any]:
     """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
 
     `config_from_dict` reads it back to an equal config.
@@ -58,7 +59,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def config_to_toml(config: RunConfig | ControlConfig) -> str:
+def config_to_toml(config: RunConfig | ControlConfig | RewardModelTraining) -> str:
     """The config as TOML that reads back equal."""
     return _toml(config_to_dict(config))
 
@@ -93,7 +94,7 @@ def _toml(tables: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_config(config: RunConfig | ControlConfig, path: Path) -> None:
+def write_config(config: RunConfig | ControlConfig | RewardModelTraining, path: Path) -> None:
     """Write the resolved config as TOML; `read_recipe` reads it back equal."""
     path.write_text(config_to_toml(config), encoding="utf-8")
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import ConfigError, config_field
+from covey.config.common import TRACKERS, ConfigError, check_trackers, config_field
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -19,8 +19,9 @@ from covey.config.model_sources import (
 )
 
 REWARD_MODEL_FILE = "covey_reward_model.json"  # beside config.json: what covey knows of a reward model that it trained
-TRAINING_FILE = "reward_model.json"  # in a run folder: how `covey reward-model train` was called
+TRAINING_FILE = "reward_model.json"  # in run folders of older versions: how `covey reward-model train` was called
 DEFAULT_SEPARATOR = "\n"
+REWARD_MODEL_ALGORITHM = "reward_model"  # the algorithm in the config.toml of a run of `covey reward-model train`
 
 
 class RewardModelKind(StrEnum):
@@ -93,6 +94,25 @@ class RewardModelConfig:
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
 
 
+@dataclass(frozen=True)
+class RewardModelTraining(RewardModelConfig):
+    """The config of a run of `covey reward-model train`."""
+
+    data: str = config_field("", "file of the training data")
+    held_out: str = config_field("", "file of the held-out examples; empty: a fraction of the data is held out")
+    run_dir: str = config_field("", "folder of the run; empty: runs/reward_model-<number>")
+    checkpoint_keep: int = config_field(2, "checkpoints kept, at least 2", min=2)
+    checkpoint_best: bool = config_field(False, "also keep the checkpoint with the lowest held-out loss, RUN@best")
+    patience: int = config_field(
+        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
+    )
+    trackers: tuple[str, ...] = config_field(
+        (), "experiment trackers that receive the metrics as well; each needs its extra", choices=TRACKERS
+    )
+    algorithm: str = config_field(REWARD_MODEL_ALGORITHM, "always reward_model", choices=(REWARD_MODEL_ALGORITHM,))
+    steps: int = config_field(0, "optimizer steps, which follow from the data", min=0)
+
+
 def check_training(config: RewardModelConfig) -> None:
     """Refuse values that cannot work, before anything heavy is loaded.
 
@@ -100,6 +120,8 @@ def check_training(config: RewardModelConfig) -> None:
         ConfigError: one line that names the field and the fix.
     """
     check_fields(config)
+    if isinstance(config, RewardModelTraining):
+        check_trackers(config.trackers)
     if not config.step_separator:
         raise ConfigError("step_separator is empty, but a step's score is read at its last token: give a text")
     if not config.grade_column or config.grade_column in ("prompt", "completion"):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS, JUDGE_MIB, PROCESS_MIB, BuiltInReward
+from covey.config.builtin_rewards import BUILT_IN_REWARDS, PROCESS_MIB, BuiltInReward
 from covey.config.common import ConfigError, Fault, Table, config_field, refuse
 from covey.config.fields import missing_file, or_list
 from covey.config.files import parse_json, read_file, shortened, user_path
@@ -228,7 +228,7 @@ class RewardConfig(Table):
     def process_count(self) -> int:
         """Processes that compute it side by side; 0 if the run's own process computes it."""
         if self.judge:
-            return 1
+            return int(bool(self.judge_pattern))  # which may need exponential time
         if self.built_in is None:
             return (self.workers or 1) if self.function else 0
         return (self.workers or self.built_in.workers or processors()) if self.built_in.has_processes else 0
@@ -236,7 +236,7 @@ class RewardConfig(Table):
     @property
     def process_bytes(self) -> int:
         """Measured memory of its processes, without what a user's function imports and what a program allocates."""
-        each = JUDGE_MIB if self.judge else PROCESS_MIB if self.built_in is None else self.built_in.resident_mib
+        each = PROCESS_MIB if self.built_in is None else self.built_in.resident_mib
         return self.process_count * each << 20
 
     @property

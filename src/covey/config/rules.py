@@ -7,7 +7,7 @@ the command line causes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from covey.config.machine import check_threads, refuse_above
 from covey.config.model_sources import locate_model
 from covey.config.rewards import RewardConfig, check_reward
 from covey.config.servers import default_token_file, read_token
-from covey.config.sft import SAMPLES
+from covey.config.sft import SAMPLES, SFT_ALGORITHM
 from covey.config.tasks import TASK_CONFIGS, EnvironmentTaskConfig
 
 Config = RunConfig | ControlConfig
@@ -106,7 +106,14 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     Raises:
         ConfigError: one line that names the field and the remedy.
     """
+    if config.algorithm == SFT_ALGORITHM:  # the config of a run of covey sft
+        config = replace(config, algorithm=ALGORITHM_NAMES[0])
     check_fields(config)
+    config.check()
+    if not (config.sft.held_out_fraction or config.sft.held_out_path):
+        for name, given in (("sft.patience", config.sft.patience), ("checkpoint.best", config.checkpoint.best)):
+            if given:
+                raise ConfigError(f"{name} needs held-out examples: raise sft.held_out_fraction above 0")
     refuse((*config.chat.faults(), *_unused(config, "conversation."), *_conversation(config)))
     config.chat.check()
     check_threads(config.threads)

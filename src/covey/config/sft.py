@@ -67,6 +67,9 @@ class SFTConfig(Table):
         advanced=True,
     )
     epochs: int = config_field(1, "passes over the examples", min=1, max=1000)
+    patience: int = config_field(
+        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
+    )
     batch_size: int = config_field(32, "examples of an optimizer step", min=1)
     learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
     schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))

@@ -16,15 +16,16 @@ from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
+from covey.config.reward_models import RewardModelTraining
 from covey.tracking.console import verdict
-from covey.tracking.run_folder import ORIGIN_FILE
+from covey.tracking.run_folder import ORIGIN_FILE, resuming_command
 from covey.tracking.score_kinds import ACCURACY
 from covey.tracking.wording import find_wording
 
 if TYPE_CHECKING:  # it imports torch, and `covey compare` reports a mistake before that
     from covey.algorithms import Algorithm
 
-Config = RunConfig | ControlConfig
+Config = RunConfig | ControlConfig | RewardModelTraining
 
 LOWER = 3  # divisor of the learning rate if a policy got worse
 SAMPLES = 16  # answers to each problem in an advised evaluation
@@ -128,13 +129,24 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     for name, value in changes.items():
         if value is not None:
             words += [f"--{name.rpartition('.')[2].replace('_', '-')}", f"{value}"]
-    return command(training_command(config), launch.recipe, *words)
+    return command(*training_command(config).split(), launch.recipe, *words)
+
+
+def start_again(launch: Launch, config: Config, run_dir: Path) -> str:
+    """The command that trains again in a new folder, with the settings of the run in `run_dir`."""
+    recipe, fields = launch.recipe, launch.fields
+    if not isinstance(config, RewardModelTraining):
+        recipe, fields = str(run_dir / CONFIG_FILE), ()
+    words = [
+        word for name, value in split_overrides(fields) if not _names(name, "run_dir") for word in (f"--{name}", value)
+    ]
+    return command(*training_command(config).split(), recipe, *words, "--run-dir", f"{run_dir}-again")
 
 
 def go_on(launch: Launch, run_dir: str | Path) -> str:
     """The command or call that resumes a run."""
     if launch.recipe:
-        return command("train", "--resume", run_dir)
+        return command(*resuming_command(Path(run_dir)).split(), "--resume", run_dir)
     return _call("resume", repr(str(run_dir)), replace(launch, name=PYTHON_NAME))
 
 
@@ -233,6 +245,7 @@ def _longer(run: Finished) -> str:
 
 
 def _more_slowly(run: Finished) -> str:
+    assert not isinstance(run.config, RewardModelTraining)  # it is a policy
     lower = float(f"{run.config.update.learning_rate / LOWER:.1g}")
     return start(run.launch, run.config, {"update.learning_rate": lower})
 

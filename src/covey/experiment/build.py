@@ -23,7 +23,6 @@ from covey.algorithms import (
     KLToBehavior,
 )
 from covey.config import (
-    CheckpointConfig,
     ConfigError,
     ControlConfig,
     LossBase,
@@ -32,14 +31,19 @@ from covey.config import (
     RunConfig,
     UpdateBase,
 )
+from covey.config.faults import faults_of
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
+from covey.experiment.advice import Config, Finished, after_training
 from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
-from covey.tracking.run_store import CHECKPOINTS_FOLDER, RunStore
+from covey.tracking.curve import draw_curve
+from covey.tracking.iterations import draw_iterations
+from covey.tracking.run_store import CHECKPOINTS_FOLDER, CURVE_FILE, RunStore
+from covey.tracking.wording import Wording, find_wording
 from covey.train.controllers import (
     NO_ENTROPY_CONTROL,
     AdaptiveCoefficient,
@@ -50,8 +54,10 @@ from covey.train.controllers import (
     ScheduledCoefficient,
 )
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
+from covey.train.loop import train
 from covey.train.replay import NoReplay, RecentGroups, Replay
-from covey.train.state import Components, LoopConfig
+from covey.train.state import Components, Limits, Progress
+from covey.train.supervised import SupervisedRun
 
 Evaluation = dict[str, Any]
 # A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
@@ -60,24 +66,39 @@ Reward = Callable[..., Any] | RewardConfig | str
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
 
 
+class Loop(Protocol):
+    """A loop of a training, such as `covey.train.loop.train`."""
+
+    def __call__(self, run: Any, limits: Any, progress: Progress, /, *, should_stop: Callable[[], bool]) -> None:
+        """Train until the end or `should_stop()`."""
+
+
 @dataclass(frozen=True)
 class Experiment:
     """The components of a run, ready for training."""
 
-    parts: Components
-    settings: LoopConfig
-    measure: Callable[[str], list[Evaluation]]  # greedy evaluation on held-out starts; the label is for the display
+    parts: Components | SupervisedRun
+    settings: Limits
+    measure: Callable[[str], list[Evaluation]]  # evaluation on held-out data; the label is for the display
     # Collects the trained weights of all ranks; returns a function that writes them into the run folder.
     collect: Callable[[], Callable[[Path], None]]
     machine: dict[str, Any]  # hardware and versions that affect the bits of a result
     facts: Callable[[], dict[str, Any]]  # additional keys of summary.json for this kind of run
+    loop: Loop = train
 
 
 class ExperimentBuilder(Protocol):
-    """Builds the experiment of one kind of run: language model or control."""
+    """Builds the experiment of one kind of training, and knows how it differs from the others.
+
+    A policy (`PolicyBuilder`) on a language model or an environment, `covey sft`, `covey reward-model train`.
+    """
 
     name: str  # "language" or "control"
-    algorithm: Algorithm  # that of the config, or the user's own
+    has_rollouts: bool  # its steps record rollouts
+
+    @property
+    def score_name(self) -> str:
+        """The score whose best value is kept, in words."""
 
     @property
     def score_kind(self) -> str:
@@ -88,8 +109,24 @@ class ExperimentBuilder(Protocol):
         """Notes for the user before the run, one line each."""
 
     @property
-    def config(self) -> RunConfig | ControlConfig:
+    def config(self) -> Config:
         """The config of the run, as written to its folder."""
+
+    @property
+    def algorithm_name(self) -> str:
+        """The algorithm, as in the summary."""
+
+    @property
+    def wording(self) -> Wording:
+        """The texts of the display."""
+
+    @property
+    def show_rollouts_every(self) -> int:
+        """Steps between printed rollouts; 0: never."""
+
+    @property
+    def saves_if_stopped(self) -> bool:
+        """True if a run that is stopped writes its weights."""
 
     def describe(self) -> str:
         """A short description of the run."""
@@ -97,11 +134,74 @@ class ExperimentBuilder(Protocol):
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load models or create environments, and build the components."""
 
+    def tracked(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """The metrics of an evaluation before or after training."""
+
+    def results(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> dict[str, Any]:
+        """The keys of the summary that have the evaluations; `after` is empty for a stopped run."""
+
+    def draw(self, store: RunStore) -> None:
+        """Draw the pictures of a run that has ended or was stopped."""
+
+    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
+        """Show the result of a finished run, with advice."""
+
     def drawable(self) -> bool:
         """True if an episode can be rendered here."""
 
     def close(self) -> None:
         """End the processes that the builder started."""
+
+
+class PolicyBuilder:
+    """What the builders of both kinds of policies share; a base of `ExperimentBuilder`."""
+
+    name: str
+    config: Any
+    algorithm: Algorithm  # that of the config, or the user's own
+    has_rollouts = True
+
+    @property
+    def score_kind(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def score_name(self) -> str:
+        return self.score_kind
+
+    @property
+    def algorithm_name(self) -> str:
+        return self.algorithm.name
+
+    @property
+    def wording(self) -> Wording:
+        return find_wording({"domain": self.name, "score_kind": self.score_kind})
+
+    @property
+    def show_rollouts_every(self) -> int:
+        return int(self.config.show_rollouts_every)
+
+    @property
+    def saves_if_stopped(self) -> bool:
+        return bool(self.config.checkpoint.model_if_stopped)
+
+    def tracked(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        return {"eval/score": evaluations[0]["score"]}
+
+    def results(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> dict[str, Any]:
+        evaluations = [{key: one[key] for key in ("max_new_tokens",) if key in one} | {"before": one} for one in before]
+        for evaluation, measured in zip(evaluations, after, strict=False):
+            evaluation["after"] = measured
+        return {"evaluations": evaluations}
+
+    def draw(self, store: RunStore) -> None:
+        with faults_of(store.run_dir / CURVE_FILE):
+            draw_curve(store.run_dir)
+            if isinstance(self.config, RunConfig) and self.config.iteration.steps:
+                draw_iterations(store.run_dir)
+
+    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
+        display.show_summary(summary, after_training(run, summary))
 
 
 def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
@@ -273,16 +373,14 @@ def build_replay(replay: ReplayConfig) -> Replay:
 
 
 def build_checkpoints(
-    store: RunStore, config: CheckpointConfig, team: Team = ALONE, *, in_parts: bool = False
+    store: RunStore, keep: int, team: Team = ALONE, *, best: bool = False, in_parts: bool = False
 ) -> CheckpointFolder:
     """The checkpoints of a run folder, which rank 0 writes; with `in_parts`, ranks that have some rows of the trained
     weights each write theirs. Records of earlier steps are flushed to the disk before.
     """
     path = store.shared_dir / CHECKPOINTS_FOLDER
-    pinned = BestPinned() if config.best else NothingPinned()
+    pinned = BestPinned() if best else NothingPinned()
     if in_parts:
         kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
-        return kind(path, config.keep, before_save=store.sync, team=team, pinned=pinned)
-    return (ReadCheckpoints if team.rank else CheckpointFolder)(
-        path, config.keep, before_save=store.sync, pinned=pinned
-    )
+        return kind(path, keep, before_save=store.sync, team=team, pinned=pinned)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, pinned=pinned)

@@ -40,6 +40,7 @@ from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
 from covey.experiment.build import (
     Evaluation,
     Experiment,
+    PolicyBuilder,
     build_algorithm,
     build_checkpoints,
     build_kl_coefficient,
@@ -76,11 +77,12 @@ REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_
 }
 
 
-class ControlBuilder:
+class ControlBuilder(PolicyBuilder):
     """Builder of a run on a Gymnasium environment; implements `covey.experiment.build.ExperimentBuilder`."""
 
     name = "control"
     score_kind = "return"
+    config: ControlConfig
 
     def __init__(self, config: ControlConfig, algorithm: Algorithm | None = None) -> None:
         """Create the environments and the algorithm before the run starts.
@@ -165,7 +167,7 @@ class ControlBuilder:
             kl_coefficient=kl_coefficient,
             replay=build_replay(config.replay),
             observers=(store, display),
-            checkpoints=build_checkpoints(store, config.checkpoint),
+            checkpoints=build_checkpoints(store, config.checkpoint.keep, best=config.checkpoint.best),
             evaluate=lambda step: sampler.metrics() | evaluation.due(step),
             critics=critics,
         )

@@ -21,6 +21,7 @@ from covey.data import Team
 from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
     Experiment,
+    PolicyBuilder,
     Reward,
     build_checkpoints,
     build_kl_coefficient,
@@ -72,6 +73,8 @@ from covey.runtime.distributed import ALONE, describe_team
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.train.iterate import iterate
+from covey.train.loop import train
 from covey.train.state import Components, FixedRewards, LoopConfig
 
 
@@ -137,10 +140,11 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
     return LoadedPolicy(policy, chat, sampler)
 
 
-class LLMBuilder:
+class LLMBuilder(PolicyBuilder):
     """Builder of a run on a language model; implements `covey.experiment.build.ExperimentBuilder`."""
 
     name = "language"
+    config: RunConfig
 
     def __init__(
         self,
@@ -254,7 +258,9 @@ class LLMBuilder:
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),
-            checkpoints=build_checkpoints(store, config.checkpoint, self.team, in_parts=models.in_parts),
+            checkpoints=build_checkpoints(
+                store, config.checkpoint.keep, self.team, best=config.checkpoint.best, in_parts=models.in_parts
+            ),
             evaluate=lambda step: held_out.due(step) | problem.metrics() | loaded.sampler.metrics(),
             critics=models.critics,
             team=self.team,
@@ -263,7 +269,7 @@ class LLMBuilder:
         machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
             parts, _loop_config(config), held_out.measure, lambda: _collect(models, loaded, iterated),
-            machine, lambda: {"model": config.model},
+            machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:

@@ -1,20 +1,17 @@
-"""What a run leaves at its end, or where it was stopped: summary, weights, picture."""
+"""What a run leaves at its end, or where it was stopped: summary and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from covey.config.faults import faults_of
 from covey.config.recipe_writing import config_to_dict
 from covey.experiment.build import Evaluation, Experiment, ExperimentBuilder
 from covey.experiment.resuming import Origin
 from covey.runtime.device import peak_memory_bytes
-from covey.tracking.curve import draw_curve
 from covey.tracking.diagnosis import brief, diagnose
-from covey.tracking.iterations import draw_iterations
 from covey.tracking.run_folder import write_folders
-from covey.tracking.run_store import CURVE_FILE, RunStore, read_metrics
+from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.state import Progress
 
 
@@ -28,25 +25,24 @@ def summarise(
     """The summary of a run; without `after`, that of a run so far, whose evaluations have no "after"."""
     steps = read_metrics(store.run_dir)
     before: list[Evaluation] = origin["before"]
-    evaluations = [{key: one[key] for key in ("max_new_tokens",) if key in one} | {"before": one} for one in before]
-    for evaluation, measured in zip(evaluations, after, strict=False):
-        evaluation["after"] = measured
+    results = builder.results(before, after)
+    sampled = {"decisions_sampled": progress.decisions} if builder.has_rollouts else {}
     best = {"best": {"step": progress.best_step, "score": progress.best_score}} if progress.best_step else {}
     return {
         "domain": builder.name,
         "score_kind": builder.score_kind,
         "run_dir": str(store.run_dir),
         "recipe": origin["recipe"],
-        "algorithm": builder.algorithm.name,
+        "algorithm": builder.algorithm_name,
         "seed": builder.config.seed,
         "steps": progress.step,
         "seconds": sum(step.get("time/step", 0.0) for step in steps)
         + sum(result["seconds"] for result in (*before, *after)),
-        "decisions_sampled": progress.decisions,
+        **sampled,
         "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
         "machine": origin["environment"],
-        "evaluations": evaluations,
-        "findings": brief(diagnose(steps, config_to_dict(builder.config), evaluations)),
+        **results,
+        "findings": brief(diagnose(steps, config_to_dict(builder.config), results["evaluations"])),
         **best,
     }
 
@@ -58,20 +54,11 @@ def leave_stopped(
 
     Every rank calls it. A resumed run removes or replaces these files.
     """
-    with_model = builder.config.checkpoint.model_if_stopped
-    saves = [experiment.collect()] if with_model else []
+    saves = [experiment.collect()] if builder.saves_if_stopped else []
     if experiment.parts.team.rank or store.finished():
         return
     state = {"state": "stopped", "step": progress.step}
     store.write_stopped(state | summarise(builder, store, progress, origin) | experiment.facts())
     for save in saves:
         write_folders(store.run_dir, save)
-    draw(store, iterative=bool(experiment.settings.iteration_steps))
-
-
-def draw(store: RunStore, *, iterative: bool) -> None:
-    """Draw the pictures of a run."""
-    with faults_of(store.run_dir / CURVE_FILE):
-        draw_curve(store.run_dir)
-        if iterative:
-            draw_iterations(store.run_dir)
+    builder.draw(store)

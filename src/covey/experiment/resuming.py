@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,24 @@ from covey.config.fields import command
 from covey.config.model_sources import CHECKPOINTS_FOLDER
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.recipe_writing import config_to_dict, first_difference, write_config
-from covey.experiment.advice import Launch, go_on
+from covey.config.reward_models import RewardModelTraining
+from covey.config.sft import SFT_ALGORITHM
+from covey.experiment.advice import Config, Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
-from covey.tracking.run_folder import ORIGIN_FILE
+from covey.tracking.run_folder import ORIGIN_FILE, RESUMED_BY
 from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
-from covey.train.state import Components, Progress, load_checkpoint
+from covey.train.state import Progress, Trainable, load_checkpoint
 
 Origin = dict[str, Any]
 
-_MEASURED = {"score", "low", "high", "count", "seconds"}  # keys of every evaluation in origin.json
+_MEASURED = {"score", "low", "high", "count", "seconds"}  # keys of every evaluation of a policy in origin.json
 
 
 def new_origin(
     launch: Launch,
-    config: RunConfig | ControlConfig,
+    config: Config,
     inputs: dict[str, str],
     machine: dict[str, Any],
     before: list[Any],
@@ -54,7 +55,7 @@ def new_origin(
     }
 
 
-def read_beginning(run_dir: Path) -> tuple[Origin | None, RunConfig | ControlConfig, list[str]]:
+def read_beginning(run_dir: Path) -> tuple[Origin | None, Config, list[str]]:
     """The origin of a run (None if it is lost), its settings, and notes on what is lost.
 
     Raises:
@@ -89,12 +90,12 @@ def _is_origin(origin: Any) -> bool:
         and isinstance(origin.get("inputs"), dict)
         and isinstance(origin.get("environment"), dict)
         and isinstance(origin.get("before"), list)
-        and bool(origin["before"])
-        and all(isinstance(result, dict) and result.keys() >= _MEASURED for result in origin["before"])
+        and (bool(origin["before"]) or origin["config"].get("algorithm") in RESUMED_BY)
+        and all(isinstance(one, dict) and ("loss" in one or one.keys() >= _MEASURED) for one in origin["before"])
     )
 
 
-def _read_config(run_dir: Path, origin: Origin | None) -> tuple[RunConfig | ControlConfig, list[str]]:
+def _read_config(run_dir: Path, origin: Origin | None) -> tuple[Config, list[str]]:
     path, notes = run_dir / CONFIG_FILE, []
     if origin is not None and not path.exists():
         config = config_from_dict(origin["config"])
@@ -112,7 +113,7 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[RunConfig | Cont
     return replace(config, run_dir=str(run_dir)), notes
 
 
-def _refuse_changed(config: RunConfig | ControlConfig, origin: Origin, run_dir: Path) -> None:
+def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> None:
     began, now = origin["config"] | {"run_dir": ""}, _plain(config)
     if isinstance(config, RunConfig):  # the division of the weights changes no bit
         began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
@@ -150,9 +151,7 @@ def same_arguments(
         )
 
 
-def same_conversation(
-    config: RunConfig | ControlConfig, conversation: ConversationConfig | None
-) -> tuple[RunConfig | ControlConfig, Any]:
+def same_conversation(config: Config, conversation: ConversationConfig | None) -> tuple[Config, Any]:
     """The config of a resumed run, and the environment that the Python program gives again; None if it is named.
 
     Raises:
@@ -168,9 +167,7 @@ def same_conversation(
     return config, environment
 
 
-def refuse_changed_inputs(
-    origin: Origin | None, inputs: dict[str, str], config: RunConfig | ControlConfig, run_dir: Path
-) -> None:
+def refuse_changed_inputs(origin: Origin | None, inputs: dict[str, str], config: Config, run_dir: Path) -> None:
     """Refuse data and functions that have changed since the run began, because its results would differ.
 
     Raises:
@@ -179,23 +176,32 @@ def refuse_changed_inputs(
     if origin is None or inputs == origin["inputs"]:
         return
     names = [name for name in inputs if inputs[name] != origin["inputs"].get(name)]
+    first = f"{config.sft.data} (sft.data)" if isinstance(config, RunConfig) and _is_sft(config) else names[0]
     raise ConfigError(
-        f"{names[0]} has changed since the run began; a resumed run reads what it read before, so put it back, or "
+        f"{first} has changed since the run began; a resumed run reads what it read before, so put it back, or "
         f"{_anew(config, run_dir)}"
     )
 
 
-def _anew(config: RunConfig | ControlConfig, run_dir: Path) -> str:
+def _anew(config: Config, run_dir: Path) -> str:
     """Command that begins a new run with the changed inputs."""
     steps = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER).steps()
-    words = ["train", str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
+    if isinstance(config, RewardModelTraining):
+        words = ["reward-model", "train", config.data, *(["--held-out", config.held_out] if config.held_out else [])]
+        return f"start a new run: {command(*words, '--model', config.model, '--run-dir', f'{run_dir}-changed')}"
+    trains = "sft" if _is_sft(config) else "train"
+    words = [trains, str(run_dir / CONFIG_FILE), "--run-dir", f"{run_dir}-changed"]
     if not isinstance(config, RunConfig) or not steps:
         return f"start a new run: {command(*words)}"
     words += ["--model", str(run_dir / CHECKPOINTS_FOLDER / f"step-{steps[-1]:08d}")]
     return f"start a new run from its last checkpoint: {command(*words)}"
 
 
-def _plain(config: RunConfig | ControlConfig) -> dict[str, Any]:
+def _is_sft(config: RunConfig | ControlConfig) -> bool:
+    return config.algorithm == SFT_ALGORITHM
+
+
+def _plain(config: Config) -> dict[str, Any]:
     """A config in JSON's types, without its folder, which may have moved."""
     tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
     return tables
@@ -212,8 +218,18 @@ def _value(tables: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def restore_checkpoint(parts: Components, store: RunStore, display: Display, checkpoint_every: int) -> Progress:
+def restore_checkpoint(
+    parts: Trainable, store: RunStore, display: Display, checkpoint_every: int, again: str, *, rollouts: bool
+) -> Progress:
     """Load the newest complete checkpoint into the components, remove later records, and show the earlier ones.
+
+    Args:
+        parts: the components.
+        store: the run folder.
+        display: shows the earlier records.
+        checkpoint_every: steps between checkpoints.
+        again: the command that trains again from the beginning.
+        rollouts: the run records rollouts.
 
     Returns:
         The progress of the run.
@@ -230,47 +246,24 @@ def restore_checkpoint(parts: Components, store: RunStore, display: Display, che
         checkpoints.tidy(latest, progress.best_step)
     elif checkpoints.steps() or store.last_recorded() > checkpoint_every:
         why = "no checkpoint is whole" if checkpoints.steps() else f"{CHECKPOINTS_FOLDER}/ was deleted"
-        words = ["covey", "train", str(store.run_dir / CONFIG_FILE), "--run-dir", f"{store.run_dir}-again"]
         raise CheckpointError(
             f"the run in {store.run_dir} cannot be resumed, because {why}; {METRICS_FILE} and the rollouts are "
-            f"untouched. Train it again from its beginning: {shlex.join(words)}"
+            f"untouched. Train it again from its beginning: {again}"
         )
-    for line in store.rewind(progress.step):
+    for line in store.rewind(progress.step, rollouts=rollouts):
         display.note(line)
     display.resume(progress.step, read_metrics(store.run_dir))
     display.note(f"resuming after step {progress.step}")
     return progress
 
 
-def load_newest(checkpoints: CheckpointFolder, load: Callable[[dict[str, Any]], None]) -> int | None:
-    """Load the newest complete checkpoint of a training of one process; returns its step, None without one.
-
-    Raises:
-        ConfigError: if it belongs to another training.
-    """
-    latest = checkpoints.latest()
-    if latest is None:
-        return None
-    try:
-        load(checkpoints.load(latest))
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoints.folder(latest)} does not fit this training: delete it, and the one before is used"
-        ) from error
-    checkpoints.tidy(latest)
-    return latest
-
-
-def keep_best(parts: Components, progress: Progress, score: float) -> None:
-    """Count the evaluation at the end of training, and name the best checkpoint if the run keeps it."""
-    progress.count_evaluation({"eval/score": score})
+def keep_best(parts: Trainable, progress: Progress) -> None:
+    """Name the best checkpoint at the end of training if the run keeps it."""
     checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
     checkpoints.tidy(progress.step, progress.best_step)
 
 
-def _loaded(parts: Components, checkpoints: CheckpointFolder, step: int) -> Progress:
+def _loaded(parts: Trainable, checkpoints: CheckpointFolder, step: int) -> Progress:
     state = checkpoints.load(step)
     try:
         progress = load_checkpoint(parts, state)

@@ -1,37 +1,42 @@
 """Trains and evaluates reward models: `covey reward-model train` and `covey reward-model eval`.
 
 runs/reward_model-001/
-  reward_model.json             data, settings and environment; `--resume` continues with them
-  metrics.jsonl                 one line per optimizer step, and one per evaluation on the held-out examples
-  checkpoints/                  for `--resume`; removed at the end
+  config.toml                   data and settings; its algorithm is reward_model
+  origin.json                   how it was called, checksums of the data, the evaluation before training
+  metrics.jsonl                 one line per optimizer step; the last of an epoch has the held-out metrics too
+  checkpoints/                  for `covey reward-model train --resume`
   model/                        the trained model in the format of transformers, with the scale of its scores
   summary.json, reliability.png the result
-  covey.lock                    locked by the process that writes here
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
 from covey.config.faults import faults_of
-from covey.config.fields import command, plural
-from covey.config.files import read_json, user_path
+from covey.config.fields import plural
+from covey.config.files import user_path
+from covey.config.model_sources import MODEL_FOLDER
 from covey.config.reward_models import (
-    TRAINING_FILE,
+    REWARD_MODEL_ALGORITHM,
     RewardModelConfig,
     RewardModelKind,
+    RewardModelTraining,
     check_training,
     locate_reward_model,
 )
+from covey.experiment.advice import Finished, Launch
+from covey.experiment.build import Experiment, build_checkpoints
+from covey.experiment.job import Job, begun, resumed
 from covey.experiment.llm import Machine, build_machine
-from covey.experiment.resuming import load_newest
-from covey.experiment.reward_model_folder import RELIABILITY_FILE, RewardModelFolder
+from covey.experiment.supervised import HeldOutExamples, SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
 from covey.llm.data.rows import hold_out, without_held_out
 from covey.llm.model.loading import resolve_checkpoint
@@ -45,23 +50,20 @@ from covey.llm.reward_models.examples import (
 )
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
 from covey.llm.reward_models.model import RewardModel
-from covey.llm.reward_models.training import Metrics, RewardModelTrainer, batches_per_epoch, train_epochs
-from covey.runtime.device import differences, environment
-from covey.runtime.interrupts import set_last_words, stop_requests
+from covey.llm.reward_models.training import RewardModelTrainer, by_prompt
+from covey.runtime.device import environment
+from covey.runtime.distributed import ALONE
+from covey.runtime.rng import batches_per_epoch, shuffled_batches
 from covey.tracking.console import Display
-from covey.tracking.output import outlasting_output
 from covey.tracking.reliability import draw_reliability
+from covey.tracking.run_result import RunResult
+from covey.tracking.run_store import RunStore
+from covey.tracking.wording import REWARD_MODEL
+from covey.train.state import Limits
+from covey.train.supervised import SupervisedRun, train_supervised
 
+RELIABILITY_FILE = "reliability.png"
 SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean and deviation of scores are measured
-
-
-@dataclass(frozen=True)
-class Training:
-    """A training of a reward model, as `reward_model.json` records it."""
-
-    config: RewardModelConfig
-    data: str
-    held_out: str = ""  # data of the evaluation; empty: a fraction of `data`
 
 
 @dataclass(frozen=True)
@@ -75,22 +77,21 @@ class Data:
     overlap: int = 0  # examples that were dropped because their prompts are held out
 
 
-def read_training_data(training: Training) -> Data:
+def read_training_data(config: RewardModelTraining) -> Data:
     """Read and split the data, and check that the settings fit them, before a model is loaded.
 
     Raises:
         ConfigError: naming the first line that is unusable.
     """
-    config = training.config
-    examples = read_examples(training.data, config.grade_column)
-    if training.held_out:
-        held_out = read_examples(training.held_out, config.grade_column)
+    examples = read_examples(config.data, config.grade_column)
+    if config.held_out:
+        held_out = read_examples(config.held_out, config.grade_column)
         if type(held_out[0]) is not type(examples[0]):
-            raise ConfigError(f"{training.held_out} has another kind of data than {training.data}")
+            raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
         kept = without_held_out(
             examples,
             held_out,
-            paths=(training.data, training.held_out),
+            paths=(config.data, config.held_out),
             drop=config.overlap == "drop",
             remedy=": add --overlap drop",
         )
@@ -98,146 +99,154 @@ def read_training_data(training: Training) -> Data:
         one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
         kept, held_out = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
     objective = choose_objective([*kept, *held_out], config.grade_loss, config.center)
-    overlap = len(examples) - len(kept) if training.held_out else 0
+    overlap = len(examples) - len(kept) if config.held_out else 0
     return Data(kept, held_out, objective, kind_of_examples(kept), overlap)
 
 
-def train_reward_model(training: Training, run_dir: Path) -> bool:
-    """Train a reward model into a new run folder; False if it was stopped before its end.
+def train_reward_model(
+    config: RewardModelTraining, run_dir: str | Path | Callable[[], Path], launch: Launch
+) -> RunResult | None:
+    """Train a reward model into a new run folder.
+
+    Args:
+        config: the settings with the names of the data.
+        run_dir: the new run folder, or a function that creates it.
+        launch: the command that started it.
+
+    Returns:
+        the content of summary.json; None if it was stopped before its end.
 
     Raises:
-        ConfigError: for the first mistake.
+        ConfigError: for the first mistake, before the model is loaded.
     """
-    check_training(training.config)
-    config = replace(training.config, model=_absolute(training.config.model))
-    training = replace(training, config=config, data=_absolute_file(training.data))
-    if training.held_out:
-        training = replace(training, held_out=_absolute_file(training.held_out))
-    data = read_training_data(training)
+    check_training(config)
+    held_out = _absolute_file(config.held_out) if config.held_out else ""
+    config = replace(config, model=_absolute(config.model), data=_absolute_file(config.data), held_out=held_out)
+    data = read_training_data(config)
     machine = build_machine(config.device, config.precision, config.threads)
-    with RewardModelFolder(run_dir) as folder:
-        record = {
-            "training": asdict(training),
-            "inputs": _checksums(training),
-            "environment": environment(machine.device, machine.dtype),
-        }
-        return _train(training, data, machine, folder, record, resuming=False)
+    builder = RewardModelBuilder(config, data, machine)
+    with begun(ALONE, run_dir, builder.config, launch) as store:
+        return Job(builder, store, launch, _checksums(config)).run()
 
 
-def resume_reward_model(run_dir: Path) -> bool:
-    """Continue a stopped training exactly, from its last checkpoint; False if it was stopped again.
+def resume_reward_model(run_dir: Path) -> RunResult | None:
+    """Continue a stopped training exactly, from its last checkpoint.
+
+    Returns:
+        as `train_reward_model`.
 
     Raises:
-        ConfigError: if there is none, it is finished, or its data have changed.
+        ConfigError: if there is none, it is finished, or its settings or data have changed.
     """
-    with RewardModelFolder(run_dir, resume=True) as folder:
-        record = read_json(run_dir / TRAINING_FILE)
-        try:
-            saved = dict(record["training"])
-            training = Training(RewardModelConfig(**saved.pop("config")), **saved)
-            inputs, machine_before = dict(record["inputs"]), dict(record["environment"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{run_dir / TRAINING_FILE} is damaged: train the reward model again") from error
-        check_training(training.config)
-        data = read_training_data(training)
-        for name, checksum in _checksums(training).items():
-            if inputs.get(name) != checksum:
-                raise ConfigError(
-                    f"{name} has changed since the training began; a resumed one reads what it read before, so put it "
-                    "back, or train a new reward model"
-                )
-        config = training.config
+    with resumed(ALONE, run_dir, "reward-model train") as run:
+        if run.store.finished():
+            raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
+        config = run.config
+        assert isinstance(config, RewardModelTraining)  # of a run of covey reward-model train
+        check_training(config)
+        inputs = _checksums(config)
+        run.refuse_changed(inputs)
+        data = read_training_data(config)
         machine = build_machine(config.device, config.precision, config.threads)
-        now = environment(machine.device, machine.dtype)
-        folder.notes = [
-            f"resuming on another footing, so the last bits may differ: {line}"
-            for line in differences(machine_before, now)
-        ]
-        return _train(training, data, machine, folder, record, resuming=True)
+        builder = RewardModelBuilder(config, data, machine)
+        return Job(builder, run.store, run.launch, inputs, (), run.origin, run.notes, resuming=True).run()
 
 
-def _train(
-    training: Training,
-    data: Data,
-    machine: Machine,
-    folder: RewardModelFolder,
-    record: dict[str, Any],
-    *,
-    resuming: bool,
-) -> bool:
-    config, run_dir = training.config, folder.run_dir
-    go_on = command("reward-model", "train", "--resume", run_dir)
-    model = begin_reward_model(config.model, data.kind, dtype=machine.dtype, device=machine.device)
-    reads_end = data.kind is RewardModelKind.PROCESS
-    model.scale = replace(model.scale, step_separator=config.step_separator, reads_end=reads_end)
-    examples, held_out = _encoded(model, data, config, folder.notes)
-    per_epoch = batches_per_epoch(len(examples), config.batch_size)
-    total = config.epochs * per_epoch
-    trainer = RewardModelTrainer(model, config, data.objective, total)
-    display = Display(title=f"covey: {data.kind.noun}")
-    display.note(
-        f"{data.kind.noun} on {config.model}: {plural(len(examples), 'example')} to train on, {len(held_out):,} held "
-        f"out, {plural(total, 'step')} of {config.batch_size}; {machine.device.type}, "
-        f"{str(machine.dtype).removeprefix('torch.')}; everything goes to {run_dir}"
-    )
-    for line in folder.notes:
-        display.note(line)
-    if resuming:
-        _restore(trainer, folder, display)
-    else:
-        folder.begin(record)
-    set_last_words(lambda: f"interrupted. Go on with: {go_on}")
-    with outlasting_output(), display:
-        if not trainer.step:
-            _evaluate(trainer, held_out, data.objective, folder, 0, display)
-        with stop_requests(display.note) as stopped, display.progress("training", total) as advance:
-            advance(trainer.step)
-            last = time.monotonic()
+class RewardModelBuilder(SupervisedBuilder):
+    """Builder of the training of a reward model; implements `covey.experiment.build.ExperimentBuilder`."""
 
-            def on_step(done: int, metrics: Metrics) -> bool:
-                nonlocal last
-                now = time.monotonic()
-                folder.record({"step": done, "epoch": done / per_epoch, **metrics, "time/step": now - last})
-                last = now
-                if not display.is_live and (done % config.checkpoint_every == 0 or done == total):
-                    display.note(_line(done, total, metrics))
-                if done % per_epoch == 0:
-                    _evaluate(trainer, held_out, data.objective, folder, done, display)
-                if done % config.checkpoint_every == 0 or done == total or stopped():
-                    folder.save_checkpoint(done, trainer.state_dict())
-                advance(1)
-                return not stopped()
+    prefix = algorithm_name = REWARD_MODEL_ALGORITHM
+    wording = REWARD_MODEL
+    saves_if_stopped = False
 
-            train_epochs(trainer, examples, epochs=config.epochs, on_step=on_step, done=trainer.step)
-        if trainer.step < total:
-            display.note(f"stopped after step {trainer.step}. Go on with: {go_on}")
-            return False
-        _finish(trainer, examples, held_out, data.objective, folder, display)
-    return True
+    def __init__(self, config: RewardModelTraining, data: Data, machine: Machine) -> None:
+        """Load the model, because its limit decides which examples are trained.
 
+        Raises:
+            ConfigError: if the model cannot be loaded, or an example is too long.
+        """
+        self.data, self.machine = data, machine
+        self.model = begin_reward_model(config.model, data.kind, dtype=machine.dtype, device=machine.device)
+        reads_end = data.kind is RewardModelKind.PROCESS
+        self.model.scale = replace(self.model.scale, step_separator=config.step_separator, reads_end=reads_end)
+        self.notes: list[str] = []  # for the user, before the training
+        self.examples, self.held_out = _encoded(self.model, data, config, self.notes)
+        self.per_epoch = batches_per_epoch(len(self.examples), config.batch_size)
+        self.config = replace(config, steps=config.epochs * self.per_epoch)
+        self._quality: Quality | None = None  # the last one that was measured
 
-def _finish(
-    trainer: RewardModelTrainer,
-    examples: Sequence[EncodedExample],
-    held_out: Sequence[EncodedExample],
-    objective: Objective,
-    folder: RewardModelFolder,
-    display: Display,
-) -> None:
-    """Measure the final model and write it."""
-    model = trainer.model
-    if model.kind is RewardModelKind.OUTCOME:
-        model.measure_scale([row for one in examples for row in one.rows][:SCALE_COMPLETIONS])
-    quality = evaluate(model, held_out, objective)
-    folder.write_model(model.save)
-    if quality.reliability is not None:
-        title = f"{model.kind.noun}, {plural(len(held_out), 'held-out example')}"
-        draw_reliability(folder.run_dir / RELIABILITY_FILE, quality.reliability, title)
-    scale = {"mean": model.scale.mean, "deviation": model.scale.deviation}
-    folder.finish({"kind": model.kind.noun, "steps": trainer.step, "held_out": quality.metrics, "scale": scale})
-    display.note(f"held out: {quality.describe()}. Everything is in {folder.run_dir}")
-    per_step = "per_step = true and " if model.kind is RewardModelKind.PROCESS else ""
-    display.note(f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{folder.run_dir}"')
+    def describe(self) -> str:
+        config, machine = self.config, self.machine
+        return (
+            f"{self.data.kind.noun} on {config.model}: {plural(len(self.examples), 'example')} to train on, "
+            f"{len(self.held_out):,} held out, {plural(config.steps, 'step')} of {config.batch_size}; "
+            f"{machine.device.type}, {str(machine.dtype).removeprefix('torch.')}"
+        )
+
+    def build(self, store: RunStore, display: Display) -> Experiment:
+        """Build the components."""
+        config, machine = self.config, self.machine
+        evaluation = HeldOutExamples(self, self._measured, self.per_epoch, display)
+        parts = SupervisedRun(
+            name=self.prefix,
+            trainer=RewardModelTrainer(self.model, config, self.data.objective, config.steps),
+            batches=self._batches,
+            steps_per_epoch=self.per_epoch,
+            evaluate=evaluation.due,
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, config.checkpoint_keep, best=config.checkpoint_best),
+        )
+        settings = Limits(
+            steps=config.steps,
+            checkpoint_every=config.checkpoint_every,
+            patience=config.patience or math.inf,
+            keep_best=config.checkpoint_best,
+            score_metric=f"{self.prefix}/held_out_loss",
+            lower_is_better=True,
+        )
+        return Experiment(
+            parts, settings, evaluation.measure, self._collect, environment(machine.device, machine.dtype),
+            partial(self._facts, store), train_supervised,
+        )  # fmt: skip
+
+    def _batches(self, done: int) -> Iterator[list[EncodedExample]]:
+        config = self.config
+        return shuffled_batches(
+            by_prompt(self.examples), config.batch_size, seed=config.seed, epochs=config.epochs, done=done
+        )
+
+    def _measured(self) -> dict[str, float]:
+        self._quality = evaluate(self.model, self.held_out, self.data.objective)
+        return self._quality.metrics
+
+    def _collect(self) -> Callable[[Path], None]:
+        """Measure the scale of the scores; returns a function that writes the model."""
+        model = self.model
+        if model.kind is RewardModelKind.OUTCOME:
+            model.measure_scale([row for one in self.examples for row in one.rows][:SCALE_COMPLETIONS])
+        return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
+
+    def _facts(self, store: RunStore) -> dict[str, Any]:
+        scale, quality = self.model.scale, self._quality
+        return {
+            "kind": self.model.kind.noun,
+            "examples": {"training": len(self.examples), "held_out": len(self.held_out)},
+            "held_out": quality.metrics if quality is not None else {},
+            "scale": {"mean": scale.mean, "deviation": scale.deviation},
+        } | self.losses(store)
+
+    def draw(self, store: RunStore) -> None:
+        """Draw the reliability diagram of the last evaluation."""
+        if self._quality is not None and self._quality.reliability is not None:
+            title = f"{self.model.kind.noun}, {plural(len(self.held_out), 'held-out example')}"
+            draw_reliability(store.run_dir / RELIABILITY_FILE, self._quality.reliability, title)
+
+    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
+        super().show(display, summary, run)
+        if self._quality is not None:
+            display.note(f"held out: {self._quality.describe()}")
+        per_step = "per_step = true and " if self.model.kind is RewardModelKind.PROCESS else ""
+        display.note(f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run.run_dir}"')
 
 
 def evaluate_reward_model(
@@ -291,32 +300,6 @@ def _most_tokens(model: RewardModel, config: RewardModelConfig) -> int | None:
     return min(config.max_tokens or limit or 0, limit or config.max_tokens) or None
 
 
-def _evaluate(
-    trainer: RewardModelTrainer,
-    held_out: Sequence[EncodedExample],
-    objective: Objective,
-    folder: RewardModelFolder,
-    step: int,
-    display: Display,
-) -> None:
-    quality = evaluate(trainer.model, held_out, objective)
-    folder.record({"step": step, **{f"held_out/{name}": value for name, value in quality.metrics.items()}})
-    display.note(f"step {step}, held out: {quality.describe()}")
-
-
-def _restore(trainer: RewardModelTrainer, folder: RewardModelFolder, display: Display) -> None:
-    """Load the newest complete checkpoint, and remove the records of later steps."""
-    latest = load_newest(folder.checkpoints, trainer.load_state_dict)
-    folder.rewind(-1 if latest is None else latest)
-    display.note(f"resuming after step {trainer.step}")
-
-
-def _line(done: int, total: int, metrics: Metrics) -> str:
-    parts = [f"step {done}/{total}", f"loss {metrics['loss']:.4f}"]
-    parts += [f"accuracy {metrics['accuracy']:.3f}"] if "accuracy" in metrics else []
-    return "  ".join(parts)
-
-
 def _absolute(model: str) -> str:
     """The model's name in a form that is valid in any working directory."""
     return resolve_checkpoint(locate_reward_model(model).name)
@@ -326,10 +309,10 @@ def _absolute_file(name: str) -> str:
     return str(user_path(name).absolute())
 
 
-def _checksums(training: Training) -> dict[str, str]:
+def _checksums(config: RewardModelTraining) -> dict[str, str]:
     """SHA-256 of the data files."""
     found = {}
-    for name in filter(None, (training.data, training.held_out)):
+    for name in filter(None, (config.data, config.held_out)):
         with faults_of(name), open(name, "rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

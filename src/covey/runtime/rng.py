@@ -10,10 +10,13 @@ Shape legend: N numbers drawn together.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+Item = TypeVar("Item")
 
 SAMPLING = 0  # stream of the sampler's choices in training
 SHUFFLING = 1  # stream of the order of a step's minibatches
@@ -82,6 +85,25 @@ def permutation(seed: int, step: int, epoch: int, n: int, *, stream: int = SHUFF
     """
     drawn_N = uniforms(seed, step, epoch, np.arange(n), 0, stream=stream)
     return np.argsort(drawn_N, kind="stable").astype(np.int64)
+
+
+def shuffled_batches(
+    groups: Sequence[Sequence[Item]], batch_size: int, *, seed: int, epochs: int, done: int = 0, iteration: int = 0
+) -> Iterator[list[Item]]:
+    """The items of every optimizer step of some epochs after the first `done` steps.
+
+    Groups are shuffled and their items stay together. The order is a function of (seed, iteration, epoch).
+    """
+    per_epoch = batches_per_epoch(sum(map(len, groups)), batch_size)
+    for step in range(done, epochs * per_epoch):
+        epoch, place = divmod(step, per_epoch)
+        order = [item for group in permutation(seed, iteration, epoch, len(groups)) for item in groups[group]]
+        yield order[place * batch_size : (place + 1) * batch_size]
+
+
+def batches_per_epoch(items: int, batch_size: int) -> int:
+    """Number of optimizer steps of an epoch."""
+    return -(-items // batch_size)
 
 
 def _counters(**words: ArrayLike) -> NDArray[np.uint32]:

@@ -45,9 +45,9 @@ QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
 class Display:
     """Shows a run. An `Observer` of the loop and a context manager.
 
-    `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`). `diagnosis` gets the metrics of
-    every step, and what it finds is said once. With `total_steps` 0 there is no panel, only notes and progress bars,
-    for commands that do not train.
+    `domain` and `score_kind` select the texts (`covey.tracking.wording.find_wording`) unless `wording` gives them.
+    `diagnosis` gets the metrics of every step, and what it finds is said once. With `total_steps` 0 there is no panel,
+    only notes and progress bars, for commands that do not train.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class Display:
         *,
         domain: str = "language",
         score_kind: str = "accuracy",
+        wording: Wording | None = None,
         title: str = "covey",
         console: Console | None = None,
         diagnosis: Diagnosis | None = None,
     ) -> None:
         self.total_steps, self.show_rollouts_every = total_steps, show_rollouts_every
-        self.wording: Wording = find_wording({"domain": domain, "score_kind": score_kind})
+        self.wording = wording or find_wording({"domain": domain, "score_kind": score_kind})
         self.title = Text(printable(title))
         self.diagnosis = diagnosis or Diagnosis({}, checks=())
         self.step = 0
@@ -97,7 +98,7 @@ class Display:
         self._last_record = now
         found = self._take_in(step, metrics)
         due = not self.wording.quick or now - self._last_line >= QUIET_SECONDS or step == self.total_steps
-        if not self.is_live and (due or "eval/score" in metrics):
+        if not self.is_live and (due or self.wording.held_out in metrics):
             self._last_line = now
             self.note(self.step_line(metrics))
         if self.show_rollouts_every and step % self.show_rollouts_every == 0:
@@ -354,11 +355,11 @@ def cost_line(summary: dict[str, Any]) -> str:
     return (
         f"{plural(summary['steps'], 'step')} in {clock(summary['seconds'])}, {find_wording(summary).cost(summary)}, "
         f"peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB. Everything is in {summary['run_dir']}"
-        f"{_size_of(Path(summary['run_dir']))}"
+        f"{describe_size(Path(summary['run_dir']))}"
     )
 
 
-def _size_of(run_dir: Path) -> str:
+def describe_size(run_dir: Path) -> str:
     """The size of a large run folder, and how to reduce it."""
     size, checkpoints = folder_bytes(run_dir)
     if checkpoints < LARGE_CHECKPOINTS:

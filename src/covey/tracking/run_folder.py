@@ -17,8 +17,10 @@ from pathlib import Path
 from covey.config import ConfigError, MachineError
 from covey.config.faults import faults_of, path_error
 from covey.config.fields import command
-from covey.config.files import sync, user_path
+from covey.config.files import read_toml, sync, user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
+from covey.config.reward_models import REWARD_MODEL_ALGORITHM
+from covey.config.sft import SFT_ALGORITHM
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ ORIGIN_FILE = "origin.json"
 EXAMPLES_FILE = "examples.jsonl"  # the samples on which a run of `covey sft` is trained
 _DRAFT = ".tmp"  # suffix of a file that is being written
 _UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
+RESUMED_BY = {SFT_ALGORITHM: "sft", REWARD_MODEL_ALGORITHM: "reward-model train"}  # algorithm -> command
 LOG_FILE = "output.log"  # terminal output of a run of a comparison
 
 # Files that a run writes before its first step; a folder with no others can be replaced.
@@ -183,7 +186,8 @@ def _refuse_occupied(folder: Path, shown: str | Path) -> None:
     """Refuse a folder with files that a new run would overwrite or mix with its own."""
     if holds_run(folder):
         raise ConfigError(
-            f"{shown} already holds a run: continue it with {command('train', '--resume', shown)}, "
+            f"{shown} already holds a run: continue it with "
+            f"{command(*resuming_command(folder).split(), '--resume', shown)}, "
             "or name another folder with --run-dir"
         )
     if not _is_there(folder):
@@ -245,6 +249,14 @@ def holds_run(run_dir: Path) -> bool:
         return False
     metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
     return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def resuming_command(run_dir: Path) -> str:
+    """The command that resumes the run in a folder: "train", "sft" or "reward-model train"."""
+    with suppress(ConfigError, MachineError, OSError):
+        algorithm = read_toml(run_dir / CONFIG_FILE).get("algorithm")
+        return RESUMED_BY.get(algorithm, "train") if isinstance(algorithm, str) else "train"
+    return "train"
 
 
 def next_run_dir(recipe_name: str, root: Path = Path("runs")) -> Path:

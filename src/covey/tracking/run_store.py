@@ -111,11 +111,12 @@ class RunStore:
     def record(self, record: StepRecord) -> None:
         """Append a finished step. Its rollouts are written before its metrics, so a line implies its rollouts."""
         self.check()
-        path = self.rollouts_path(record.step)
-        with faults_of(path), open(path, "wb") as file:
-            for group, rollout, credit in record.rollouts():
-                file.write(encode(rollout_record(record.step, group, rollout, credit)) + b"\n")
-        self._unsynced.append(path)
+        if record.groups:
+            path = self.rollouts_path(record.step)
+            with faults_of(path), open(path, "wb") as file:
+                for group, rollout, credit in record.rollouts():
+                    file.write(encode(rollout_record(record.step, group, rollout, credit)) + b"\n")
+            self._unsynced.append(path)
         self.record_metrics(record.step, record.metrics)
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -145,11 +146,15 @@ class RunStore:
                     sync(path)
         self._unsynced.clear()
 
-    def rewind(self, step: int) -> list[str]:
+    def rewind(self, step: int, *, rollouts: bool = True) -> list[str]:
         """Remove the records of every step after `step`, which a resumed run writes again, and what was left by a stop.
 
         Training does not read these records, so a lost or damaged one is no error. A metrics file with a damaged line
         is kept beside the new one.
+
+        Args:
+            step: the last one that is kept.
+            rollouts: its steps have rollouts; those of a supervised training have none.
 
         Returns:
             One line for each kind of record that is lost.
@@ -158,7 +163,7 @@ class RunStore:
             MachineError: if the files cannot be read or written.
         """
         last = self.last_recorded()
-        notes = self.rewind_metrics(step)
+        notes = self._rewind_metrics(step)
         for folder in (HELD_OUT_FOLDER, ROLLOUTS_FOLDER):
             with faults_of(self.run_dir / folder):
                 for file in (self.run_dir / folder).glob("step_*.jsonl"):
@@ -168,13 +173,13 @@ class RunStore:
                             self.removed[int(number[1])] = digests(file)
                         file.unlink()
         with faults_of(self.run_dir / ROLLOUTS_FOLDER):
-            unread = [number for number in range(1, step + 1) if not _has_rollouts(self.rollouts_path(number), number)]
+            steps = range(1, step + 1) if rollouts else ()
+            unread = [number for number in steps if not _has_rollouts(self.rollouts_path(number), number)]
         if unread:
             notes.append(f"{ROLLOUTS_FOLDER}/ has lost those of {_steps_in_words(unread)}; training does not need them")
         return notes
 
-    def rewind_metrics(self, step: int) -> list[str]:
-        """`rewind` of a run without rollouts."""
+    def _rewind_metrics(self, step: int) -> list[str]:
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
         with faults_of(path):

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 Estimate = dict[str, Any]  # {"score": float, "low": float | None, "high": float | None, "count": int}
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
@@ -55,6 +53,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.
     """
+    import numpy as np  # its import takes longer than that of the whole command line
+
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"need 0 <= c <= n and 1 <= k <= n (n {n}, c {c}, k {k})")
     if n - c < k:
@@ -78,6 +78,8 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOT
     Raises:
         ValueError: if there are no values.
     """
+    import numpy as np
+
     data = np.asarray(values, dtype=np.float64)
     if data.size == 0:
         raise ValueError("the bootstrap needs at least one value")

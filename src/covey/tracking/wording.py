@@ -6,7 +6,7 @@ They hold every text of the display, the curve and the comparison that differs b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from covey.config.fields import plural
@@ -51,6 +51,7 @@ class Wording:
     quick: bool  # steps take milliseconds, so a log has at most one line per second
     shown: tuple[Shown, ...]
     drawn: tuple[str, ...]  # metrics with a sparkline
+    held_out: str = field(default="eval/score", kw_only=True)  # the metric of an evaluation
     x_metric: str  # metric on the curve's x axis
     x_label: str
     legend: Literal["upper left", "lower right", "best"]  # position without overlap with the curve
@@ -164,6 +165,26 @@ CONTROL = Wording(
     at_the_end=("score/mean", "entropy", "kl/behavior", "value/explained_variance", DEAD_GROUPS.metric),
 )
 
+
+def _supervised(name: str, *more: Shown) -> Wording:
+    """Texts of a training on examples, whose metrics begin with `name`."""
+    loss, held_out = f"{name}/loss", f"{name}/held_out_loss"
+    return replace(
+        _language(SCORE),
+        quick=True,
+        shown=(
+            Shown((loss,), "loss", _digits(4)),
+            Shown((held_out,), "held-out loss", _digits(4)),
+            *more,
+            Shown((f"{name}/epoch",), "epoch", _digits(2)),
+        ),
+        drawn=(loss, held_out),
+        held_out=held_out,
+    )
+
+
+SFT = _supervised("sft")
+REWARD_MODEL = _supervised("reward_model", Shown(("reward_model/accuracy",), "accuracy", _digits(3)))
 WORDINGS = {(one.domain, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
 
 

@@ -1,4 +1,4 @@
-"""The training loop, independent of language models and environments: all differences are in `Components`."""
+"""The loop of every training, and the step of a policy: all differences are in `Components`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,41 @@ from covey.train.gather import check_agreement
 from covey.train.prepare import prepare_rows
 from covey.train.record import step_metrics
 from covey.train.replay import joined
-from covey.train.state import Components, LoopConfig, Progress, checksums_of, save_checkpoint, saved_if_lost
+from covey.train.state import (
+    Components,
+    Limits,
+    LoopConfig,
+    Progress,
+    Trainable,
+    checksums_of,
+    save_checkpoint,
+    saved_if_lost,
+)
 from covey.train.update import update
 
-# An optimizer step with a non-finite gradient is skipped. After this number in a row, training has diverged.
-SKIPPED_STEPS_LIMIT = 5
+SKIPPED_STEPS_LIMIT = 5  # optimizer steps in a row with a gradient that is not finite: training has diverged
 
 
 def train(run: Components, config: LoopConfig, progress: Progress, *, should_stop: Callable[[], bool]) -> None:
-    """Train until `config.is_done` or `should_stop()`; in both cases, write a checkpoint of the last step.
+    """`repeat` with the step of a policy."""
+    repeat(lambda: train_step(run, config, progress), run, config, progress, should_stop)
+
+
+def repeat(
+    step: Callable[[], StepRecord], run: Trainable, limits: Limits, progress: Progress, should_stop: Callable[[], bool]
+) -> None:
+    """Repeat a step until `limits.is_done` or `should_stop()`; in both cases, write a checkpoint of the last step.
 
     Raises:
         RunError: after SKIPPED_STEPS_LIMIT steps in a row whose gradients were not finite.
         SamplerLost: if no sampler is left; a checkpoint of the last complete step is written.
     """
     saved = progress.step
-    while not config.is_done(progress) and not should_stop():
+    while not limits.is_done(progress) and not should_stop():
         with saved_if_lost(run, progress):
-            record = train_step(run, config, progress)
+            record = step()
         record.metrics.update(run.evaluate(progress.step))
-        progress.count_evaluation(record.metrics)
+        limits.count_evaluation(progress, record.metrics)
         for observer in run.observers:
             observer.record(record)
         if progress.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
@@ -40,7 +55,7 @@ def train(run: Components, config: LoopConfig, progress: Progress, *, should_sto
                 f"{SKIPPED_STEPS_LIMIT} updates in a row had a gradient that is not finite: lower learning_rate; the "
                 "rollouts that led there are in the run folder, the weights before them in its last checkpoint"
             )
-        if config.saves_checkpoint(progress):
+        if limits.saves_checkpoint(progress):
             save_checkpoint(run, progress)
             saved = progress.step
     if saved != progress.step:

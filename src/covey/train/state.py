@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from covey.algorithms import Algorithm
 from covey.config import SamplerLost
@@ -80,9 +80,35 @@ class NoCheckpoints:
         raise NotImplementedError
 
 
+class Trainable(Protocol):
+    """What the training loop trains: the components of a run, or those of a supervised training."""
+
+    @property
+    def evaluate(self) -> Callable[[int], dict[str, float]]:
+        """Held-out metrics after a step, if they are due."""
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Objects that get the record of every step."""
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Where checkpoints are written."""
+
+    @property
+    def team(self) -> Team:
+        """The ranks that train together."""
+
+    def stateful(self) -> dict[str, Any]:
+        """The components whose state is saved, by their names in a checkpoint."""
+
+    def begin_at(self, progress: Progress) -> None:
+        """Prepare for the step after `progress`, with the present weights."""
+
+
 @dataclass(frozen=True)
 class Components:
-    """The components of a run."""
+    """The components of a run on a policy; implements `Trainable`."""
 
     task: Task
     sampler: Sampler
@@ -115,21 +141,34 @@ class Components:
         self.kl_coefficient.after(step, metrics, rollouts)
         self.entropy_control.after(step, metrics, rollouts)
 
+    def stateful(self) -> dict[str, Any]:
+        """The components whose state is saved, by their names in a checkpoint."""
+        return optimizers_of(self) | {
+            "reference": self.reference_updater,
+            "kl_coefficient": self.kl_coefficient,
+            "entropy_control": self.entropy_control,
+            "selection": self.selection,
+            "replay": self.replay,
+            "reward_model": self.reward_model,
+            "sampler": self.sampler,
+        }
 
-@dataclass(frozen=True)
-class LoopConfig:
-    """Settings of the training loop."""
+    def begin_at(self, progress: Progress) -> None:
+        """Give the sampler the present weights."""
+        self.sampler.refresh(progress.version)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a training ends, and when it saves a checkpoint."""
 
     steps: int
-    seed: int
-    starts_per_step: int
-    group_size: GroupSize
-    mask_truncated: bool = False
     checkpoint_every: int = 20
-    iteration_steps: int = 0  # steps between two trainings of the reward model; 0: it is not trained
     decision_budget: float = math.inf  # training also ends when this number of decisions was sampled
     patience: float = math.inf  # training also ends after this number of evaluations without a better score
     keep_best: bool = False  # a checkpoint of the step with the best score is kept
+    score_metric: str = "eval/score"  # the metric that is the score of an evaluation
+    lower_is_better: bool = False  # as for a loss
 
     def is_done(self, progress: Progress) -> bool:
         """Whether training has ended."""
@@ -144,6 +183,22 @@ class LoopConfig:
         is_best = self.keep_best and progress.best_step == progress.step
         return is_best or progress.step % self.checkpoint_every == 0
 
+    def count_evaluation(self, progress: Progress, metrics: Mapping[str, float]) -> None:
+        """Count the evaluation after a step, if its metrics have the score of one."""
+        score = metrics.get(self.score_metric, math.nan)
+        progress.count_evaluation(score, lower_is_better=self.lower_is_better)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(Limits):
+    """Settings of the training loop of a policy."""
+
+    seed: int
+    starts_per_step: int
+    group_size: GroupSize
+    mask_truncated: bool = False
+    iteration_steps: int = 0  # steps between two trainings of the reward model; 0: it is not trained
+
 
 @dataclass
 class Progress:
@@ -154,17 +209,17 @@ class Progress:
     decisions: int = 0  # sampled so far
     starts: int = 0  # drawn so far
     skipped_in_a_row: int = 0
-    best_step: int = 0  # that with the highest held-out score, the first of several; 0: no evaluation yet
+    best_step: int = 0  # that with the best held-out score, the first of several; 0: no evaluation yet
     best_score: float = 0.0
     evaluations_since_best: int = 0
 
-    def count_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Count the evaluation after a step, if its metrics have the score of one."""
-        score = metrics.get("eval/score", math.nan)
+    def count_evaluation(self, score: float, *, lower_is_better: bool = False) -> None:
+        """Count the evaluation after a step; NaN: there was none."""
         if math.isnan(score):
             return
         self.evaluations_since_best += 1
-        if score > self.best_score or not self.best_step:
+        is_better = score < self.best_score if lower_is_better else score > self.best_score
+        if is_better or not self.best_step:
             self.best_step, self.best_score, self.evaluations_since_best = self.step, score, 0
 
     def advance(self, groups: Sequence[Group], metrics: dict[str, float]) -> None:
@@ -187,27 +242,14 @@ def checksums_of(run: Components) -> dict[str, Any]:
     return {f"weights of the {name}": item.checksum() for name, item in optimizers_of(run).items()}
 
 
-def _stateful(run: Components) -> dict[str, Any]:
-    """The components whose state is saved, by their names in a checkpoint."""
-    return optimizers_of(run) | {
-        "reference": run.reference_updater,
-        "kl_coefficient": run.kl_coefficient,
-        "entropy_control": run.entropy_control,
-        "selection": run.selection,
-        "replay": run.replay,
-        "reward_model": run.reward_model,
-        "sampler": run.sampler,
-    }
-
-
-def save_checkpoint(run: Components, progress: Progress) -> None:
+def save_checkpoint(run: Trainable, progress: Progress) -> None:
     """Save everything that the run needs to continue from here, bit for bit."""
-    state = {name: component.state_dict() for name, component in _stateful(run).items()}
+    state = {name: component.state_dict() for name, component in run.stateful().items()}
     run.checkpoints.save(progress.step, {"progress": vars(progress)} | state, progress.best_step)
 
 
 @contextmanager
-def saved_if_lost(run: Components, progress: Progress) -> Iterator[None]:
+def saved_if_lost(run: Trainable, progress: Progress) -> Iterator[None]:
     """Context manager of a step: if its sampler is lost, the weights are those before the step, and are saved."""
     try:
         yield
@@ -216,10 +258,11 @@ def saved_if_lost(run: Components, progress: Progress) -> Iterator[None]:
         raise
 
 
-def load_checkpoint(run: Components, state: dict[str, Any]) -> Progress:
+def load_checkpoint(run: Trainable, state: dict[str, Any]) -> Progress:
     """Restore a saved state; returns the progress of the run at that checkpoint."""
-    progress = Progress(**state["progress"])
-    for name, component in _stateful(run).items():
+    # Older checkpoints of supervised trainings have the number of steps alone.
+    progress = Progress(**state.get("progress", {"step": state.get("step")}))
+    for name, component in run.stateful().items():
         component.load_state_dict(state[name])
-    run.sampler.refresh(progress.version)
+    run.begin_at(progress)
     return progress

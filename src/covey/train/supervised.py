@@ -8,19 +8,34 @@ tool's reply, which is context. Shapes: B rollouts, T decisions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from covey.config import RunError
 from covey.core.loss_weights import count, token_mean
 from covey.core.schedules import Schedule
-from covey.data import Batch, Policy
+from covey.data import Batch, Checkpoints, Observer, Policy, StepRecord, Team
+from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.rng import permutation
+from covey.train.loop import repeat
+from covey.train.state import Limits, NoCheckpoints, Progress
 
-Item = TypeVar("Item")
+
+class Trainer(Protocol):
+    """A model with its optimizer, trained on batches of examples."""
+
+    step: int  # optimizer steps so far
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """The optimizer, whose state has the weights."""
+
+    def train_step(self, batch: Any) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
 
 
 class SupervisedTrainer:
@@ -64,15 +79,6 @@ class SupervisedTrainer:
             total += float(loss.detach())
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """The weights with the optimizer's moments, and the number of steps; not copied."""
-        return {"optimizer": self.optimizer.state_dict(), "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, bit for bit."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = int(state["step"])
-
 
 @torch.no_grad()
 def mean_loss(policy: Policy, batches: Iterable[Batch]) -> float:
@@ -86,27 +92,40 @@ def mean_loss(policy: Policy, batches: Iterable[Batch]) -> float:
     return total / decisions
 
 
-def batches_per_epoch(items: int, batch_size: int) -> int:
-    """Number of optimizer steps of an epoch."""
-    return -(-items // batch_size)
+@dataclass(frozen=True)
+class SupervisedRun:
+    """The components of a supervised training; implements `covey.train.state.Trainable`."""
 
+    name: str  # first part of the metrics' names
+    trainer: Trainer
+    batches: Callable[[int], Iterator[Any]]  # the batches after so many steps
+    steps_per_epoch: int
+    evaluate: Callable[[int], dict[str, float]] = lambda step: {}
+    observers: Sequence[Observer] = ()
+    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
+    team: Team = ALONE
 
-def shuffled_batches(
-    items: Sequence[Item], batch_size: int, *, seed: int, epochs: int, done: int = 0
-) -> Iterator[list[Item]]:
-    """The items of every optimizer step after the first `done`, in an order that is a function of (seed, epoch)."""
-    per_epoch = batches_per_epoch(len(items), batch_size)
-    for step in range(done, epochs * per_epoch):
-        epoch, place = divmod(step, per_epoch)
-        order = permutation(seed, 0, epoch, len(items))
-        yield [items[number] for number in order[place * batch_size : (place + 1) * batch_size]]
+    def stateful(self) -> dict[str, Any]:
+        """The optimizer, which has the weights."""
+        return {"optimizer": self.trainer.optimizer}
+
+    def begin_at(self, progress: Progress) -> None:
+        """Continue the schedule of the learning rate."""
+        self.trainer.step = progress.step
 
 
 def train_supervised(
-    trainer: SupervisedTrainer, batches: Iterable[Batch], on_step: Callable[[int, dict[str, float]], bool]
+    run: SupervisedRun, limits: Limits, progress: Progress, *, should_stop: Callable[[], bool]
 ) -> None:
-    """Train on each batch; `on_step` gets the step and its metrics, and training ends if it returns False."""
-    for batch in batches:
-        metrics = trainer.train_step(batch)
-        if not on_step(trainer.step, metrics):
-            return
+    """Train on examples as `covey.train.loop.repeat` says."""
+    batches = run.batches(progress.step)
+
+    def step() -> StepRecord:
+        began = time.perf_counter()
+        metrics = run.trainer.train_step(next(batches))
+        progress.step += 1
+        metrics[f"{run.name}/epoch"] = progress.step / run.steps_per_epoch
+        metrics["time/step"] = time.perf_counter() - began
+        return StepRecord(progress.step, metrics, (), ())
+
+    repeat(step, run, limits, progress, should_stop)

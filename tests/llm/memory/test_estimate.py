@@ -247,12 +247,15 @@ def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
             RewardConfig(name="numeric"),
             RewardConfig(name="code", workers=3),
             RewardConfig(judge="http://127.0.0.1/v1", judge_model="m", judge_prompt="{completion}"),
+            RewardConfig(
+                judge="http://127.0.0.1/v1", judge_model="m", judge_prompt="{completion}", judge_pattern="(.)"
+            ),
         ),
     )
     without = replace(config, rewards=())
-    assert [reward.process_bytes >> 20 for reward in config.rewards] == [160, 240, 15, 60, 0, 45, 40]
+    assert [reward.process_bytes >> 20 for reward in config.rewards] == [160, 240, 15, 60, 0, 45, 0, 15]
     assert RewardConfig(name="code").process_bytes >> 20 == 15 * processors()
-    assert _planned(config) - _planned(without) == pytest.approx(560 / 1024, abs=0.02)
+    assert _planned(config) - _planned(without) == pytest.approx(535 / 1024, abs=0.02)
     assert "other processes" in check_memory(config)
     assert "other processes" not in check_memory(without)
     task_s_own = replace(without, task=ReasoningGymConfig())

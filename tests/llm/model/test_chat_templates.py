@@ -7,6 +7,7 @@ import pytest
 from covey.config import ConfigError
 from covey.llm.model.chat import Chat
 from covey.llm.model.chat_templates import TemplateFailed, is_finite, render
+from helpers.cases import slow_unless
 from helpers.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 USER = [{"role": "user", "content": "1+2"}]
@@ -71,7 +72,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", slow_unless(set(REFUSED) - {"wide format", "growth", "escapes"}, REFUSED))
 def test_a_template_that_gives_no_text_is_one_line(case):
     template, message = REFUSED[case]
     messages = [USER[0], USER[0]] if case == "alternates" else USER

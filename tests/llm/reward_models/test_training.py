@@ -91,7 +91,7 @@ def test_the_step_is_adamw_on_the_mean_loss_for_any_microbatches(name: str, micr
 
     loss = plain_loss(examples, score, center)
     loss.backward()
-    assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert metrics["reward_model/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     norm = nn.utils.clip_grad_norm_(other.module.parameters(), 0.5)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     matrices = [p for p in other.module.parameters() if p.dim() > 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -10,8 +9,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,11 +23,8 @@ from covey.config.rewards import check_reward
 from covey.config.servers import is_this_machine
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
-from covey.llm.rewards import judge_client
-from covey.llm.rewards.judge import CLIENT
-from covey.llm.rewards.judge_cache import Reply, ReplyCache
+from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache
 from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
-from covey.llm.rewards.runner import RewardPool
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -176,33 +170,19 @@ def test_words_stand_for_numbers_and_the_last_whole_word_counts(reply: str, scor
 # ---- asking ----
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[RewardPool]:
-    """A process of the client for several judges, because its start takes half a second."""
-    pool = RewardPool(CLIENT)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def build(tmp_path: Path, client: RewardPool):
-    """Build a grader with one judge at a server; all are closed at the end.
-
-    They share the process `client`, which has none of the variables that a test sets, unless `own_process` is set.
-    """
+def build(tmp_path: Path):
+    """Build a grader with one judge at a server; all are closed at the end."""
     graders: list[RewardGrader] = []
 
-    def make(server: JudgeServer | str, *, own_process: bool = False, **fields: Any) -> RewardGrader:
+    def make(server: JudgeServer | str, **fields: Any) -> RewardGrader:
         address = server if isinstance(server, str) else server.address
         own = {
             "judge": address, "judge_model": "tiny", "judge_prompt": "{prompt}|{completion}|{answer}",
             "judge_cache": str(tmp_path / "cache"), "judge_retries": 0, "timeout_seconds": 60.0,
         }  # fmt: skip
         one = build_grader([RewardConfig(**(own | fields))], ())
-        if own_process:
-            graders.append(one)
-        else:
-            one.rewards[0].caller._pool = client
+        graders.append(one)
         return one
 
     yield make
@@ -388,7 +368,7 @@ def test_a_dead_server_stops_the_run_with_one_line_and_is_not_asked_for_ever(bui
         with pytest.raises(GradingError, match=r"64 of 64 rollouts .* reward 'judge': got HTTP status 500") as caught:
             one.grade([group(*map(str, range(64)), answer="x")])
         assert "\n" not in str(caught.value)
-        assert len(server.questions) <= judge_client.GIVE_UP_AFTER + 1
+        assert len(server.questions) <= GIVE_UP_AFTER + 1
 
 
 def test_nobody_listens(build) -> None:
@@ -422,10 +402,20 @@ def test_a_broken_reply_of_the_first_address_is_one_failed_attempt(
         other.listen()
         threading.Thread(target=serve, args=(other,), daemon=True).start()
         address = server.address.replace("127.0.0.1", "judge.test") + "/chat/completions"
-        settings = vars(build(server).rewards[0].caller.settings) | {"address": address, "retries": 1}
-        logged: dict[str, list[str]] = {}
-        asyncio.run(judge_client.grade(["a", "b"], settings, logged.__setitem__))
-    assert all(re.match(r"had no reply from .*2 attempts", error) for error in logged["error"]), logged
+        one = build(server, judge_retries=1)
+        one.rewards[0].caller.address = address
+        errors = errors_of(one, [group("a", "b", answer="x")])
+    assert all(re.match(r"had no reply from .*2 attempts", error) for error in errors), errors
+
+
+def test_a_pattern_that_needs_exponential_time_costs_its_own_reply(build) -> None:
+    def answer(asked: Asked) -> None:
+        asked.say("a" * 40 + "!" if asked.question.split("|")[1] == "odd" else "aa")
+
+    with JudgeServer(answer) as server:
+        one = build(server, judge_pattern="^((?:a|aa)+)$", judge_words=("aa = 1",), timeout_seconds=1.0)
+        errors = errors_of(one, [group("odd", "even", answer="x")])
+    assert errors == ["could not be read: judge_pattern took longer than 1 s", ""]
 
 
 def test_localhost_is_found_at_any_of_its_addresses(build) -> None:
@@ -456,23 +446,17 @@ def test_an_address_of_another_machine_is_refused_before_the_run(build, host: st
 
 
 def test_a_name_of_another_machine_is_refused_where_it_is_resolved(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client runs in a process of its own, so it is called here, with a resolver that knows one name."""
-
     async def resolve(self: Any, host: str, port: int, **_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", port))]  # fmt: skip
 
     monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", resolve)
     with JudgeServer(lambda asked: asked.say("1")) as server:
-        settings = vars(build(server).rewards[0].caller.settings) | {
-            "address": server.address.replace("127.0.0.1", "judge.test") + "/chat/completions"
-        }
-        logged: dict[str, list[str]] = {}
-        asyncio.run(judge_client.grade(["a"], settings, logged.__setitem__))
+        one = build(server)
+        one.rewards[0].caller.address = server.address.replace("127.0.0.1", "judge.test") + "/chat/completions"
+        errors = errors_of(one, [group("a", answer="x")])
         assert not server.questions
-    assert logged["error"] == [
-        "was not asked: judge.test (203.0.113.7) is another machine; allow it with allow_remote = true"
-    ]
+    assert errors == ["was not asked: judge.test (203.0.113.7) is another machine; allow it with allow_remote = true"]
 
 
 def test_an_unknown_host_name_is_one_line(build) -> None:
@@ -485,7 +469,7 @@ def test_a_proxy_of_the_environment_is_not_used_on_this_machine(build, monkeypat
     with JudgeServer(lambda asked: asked.say("1")) as proxy, JudgeServer(say_the_number) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.address)
         monkeypatch.setenv("ALL_PROXY", proxy.address)
-        assert rewards_of(build(server, own_process=True).grade([group("0.5", answer="x")])) == [0.5]
+        assert rewards_of(build(server).grade([group("0.5", answer="x")])) == [0.5]
         assert not proxy.questions
 
 
@@ -513,7 +497,7 @@ def test_the_token_is_sent_and_never_shown(build, monkeypatch, tmp_path: Path, c
             asked.say(f"{asked.authorization} gets 1")
 
     with JudgeServer(answer) as server:
-        one = build(server, own_process=True, judge_token_variable="JUDGE_TOKEN")
+        one = build(server, judge_token_variable="JUDGE_TOKEN")
         groups = [group("a", "b", "c", "d", "bad", answer="x")]
         one.grade(groups)
         assert server.authorizations == [f"Bearer {TOKEN}"] * 5
@@ -585,11 +569,11 @@ def test_the_token_of_a_file(build, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_process_asks_nothing_twice_and_every_part_of_a_request_counts(build) -> None:
     with JudgeServer(say_the_number) as server:
-        build(server, own_process=True).grade([group("0.1", "0.2", answer="x")])
-        build(server, own_process=True, judge_pattern="is (.*)").grade([group("0.1", "0.2", answer="x")])
+        build(server).grade([group("0.1", "0.2", answer="x")])
+        build(server, judge_pattern="is (.*)").grade([group("0.1", "0.2", answer="x")])
         assert len(server.questions) == 2
-        build(server, own_process=True, judge_model="other").grade([group("0.1", answer="x")])
-        build(server, own_process=True, judge_temperature=0.5).grade([group("0.1", answer="x")])
+        build(server, judge_model="other").grade([group("0.1", answer="x")])
+        build(server, judge_temperature=0.5).grade([group("0.1", answer="x")])
         assert len(server.questions) == 4
 
 
@@ -647,19 +631,19 @@ def test_two_runs_that_share_a_cache_count_the_same_reply(build) -> None:
         asked.say(f"0.{asked.number + 1}")
 
     with JudgeServer(answer) as server:
-        settings = vars(build(server).rewards[0].caller.settings)
-        with ThreadPoolExecutor(2) as runs:
-            ask = lambda _: asyncio.run(judge_client.grade(["a"], settings, {}.__setitem__))  # noqa: E731
-            scores = [*runs.map(ask, range(2))]
+        judges = [build(server).rewards[0].caller for _ in range(3)]
+        asked = {"prompts": ["p"], "completions": ["a"], "answer": ["x"]}
+        calls = [judge.start(asked, 0, 60.0) for judge in judges[:2]]
+        scores = [call.result().values for call in calls]
         assert len(server.questions) == 2
-        assert scores[0] == scores[1] == ask(0)
+        assert scores[0] == scores[1] == judges[2].call(asked, 0, 60.0).values
 
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, capfd) -> None:
     (tmp_path / "cache").write_text("a file in the folder's place")
     with JudgeServer(say_the_number) as server:
-        one = build(server, own_process=True)
+        one = build(server)
         assert rewards_of(one.grade([group("0.1", "0.2", answer="x")])) == [0.1, 0.2]
         one.close()
     assert capfd.readouterr().err.count("the judge's replies cannot be stored in") == 1

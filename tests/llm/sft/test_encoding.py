@@ -8,11 +8,11 @@ import pytest
 
 from covey.config import ChatConfig, ConfigError
 from covey.config.sft import SFTConfig
-from covey.llm.conversation.warm_start import calculator_examples
 from covey.llm.data.sft_examples import check_rows
 from covey.llm.model.chat import Chat
 from covey.llm.sft.encoding import ExampleEncoder, encode_examples, longest_example
 from covey.llm.sft.function_rows import read_function
+from covey.llm.sft.sources import calculator_examples
 from helpers.chat_models import CHAT_MODELS, chat_of
 from helpers.tiny_models import tiny_tokenizer
 

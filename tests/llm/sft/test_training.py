@@ -12,7 +12,8 @@ from covey.core import schedules
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sft.encoding import EncodedExample, batch_of
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.supervised import SupervisedTrainer, mean_loss, shuffled_batches
+from covey.runtime.rng import shuffled_batches
+from covey.train.supervised import SupervisedTrainer, mean_loss
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 
 IGNORED = -100  # transformers' label of a token without a loss
@@ -87,11 +88,12 @@ def test_training_learns_the_examples():
 
 def test_every_epoch_has_each_example_once_in_an_order_of_its_own_and_goes_on_anywhere():
     items = list(range(10))
-    whole = list(shuffled_batches(items, 4, seed=3, epochs=3))
+    groups = [[item] for item in items]
+    whole = list(shuffled_batches(groups, 4, seed=3, epochs=3))
     assert [len(batch) for batch in whole] == [4, 4, 2] * 3
     epochs = [[*chain(*whole[begin : begin + 3])] for begin in (0, 3, 6)]
     assert all(sorted(epoch) == items for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     for done in range(10):
-        assert list(shuffled_batches(items, 4, seed=3, epochs=3, done=done)) == whole[done:]
-    assert list(shuffled_batches(items, 4, seed=4, epochs=3)) != whole
+        assert list(shuffled_batches(groups, 4, seed=3, epochs=3, done=done)) == whole[done:]
+    assert list(shuffled_batches(groups, 4, seed=4, epochs=3)) != whole

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from covey.config import CodeFunctionsConfig, ConfigError, HumanEvalConfig
+from covey.config import ConfigError, HumanEvalConfig
 from covey.llm.rewards.code import extract_program
 from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CheckTests, read_tests
@@ -110,13 +110,6 @@ def test_worked_examples_are_earlier_turns_and_never_asked() -> None:
             assert [message["role"] for message in start.prompt] == ["user", "assistant"] * count + ["user"]
             questions = [message["content"] for message in start.prompt if message["role"] == "user"]
             assert len(set(questions)) == len(questions)
-
-
-def test_draws_depend_on_their_arguments_alone() -> None:
-    task = build_task(CodeFunctionsConfig())
-    assert task.draw(1, 2, 6)[2:] == CodeFunctions().draw(1, 2, 4, first=2)
-    assert task.draw(1, 2, 6) != task.draw(2, 2, 6)
-    assert task.held_out(20) == CodeFunctions().held_out(40)[:20]
 
 
 # ---- HumanEval ----

@@ -1,28 +1,23 @@
-"""The task `environment`: seeds, or the prompts that an environment brings."""
+"""Tasks of environments: seeds, or the prompts that an environment brings."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from covey.config import ConfigError, EnvironmentTaskConfig
-from covey.llm.tasks import EnvironmentRows, EnvironmentSeeds
+from covey.llm.tasks import EnvironmentRows, EnvironmentSeeds, GuessNumberTask, MazeTask
 from covey.llm.tasks.environment import TRAINING_SEEDS
 
 ROWS = [{"prompt": f"p{number}", "number": number} for number in range(20)]
 
 
-def test_seeds_depend_on_the_arguments_of_a_draw_alone_and_are_never_held_out() -> None:
+def test_seeds_of_training_are_different_and_never_held_out() -> None:
     task = EnvironmentSeeds(instruction="Go")
-    first = task.draw(3, 5, 6)
-    random.seed(7)
-    assert task.draw(3, 5, 3, first=3) == first[3:]
     seeds = [start.columns["seed"] for step in range(50) for start in task.draw(0, step, 10)]
     assert len(set(seeds)) == 500
     assert all(0 <= seed < TRAINING_SEEDS for seed in seeds)
     assert [start.columns["seed"] for start in task.held_out(3)] == [TRAINING_SEEDS + number for number in range(3)]
-    assert first[0].prompt == [{"role": "user", "content": "Go"}]
+    assert task.draw(3, 5, 1)[0].prompt == [{"role": "user", "content": "Go"}]
     assert task.default_rewards == ()
 
 
@@ -42,3 +37,11 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
         EnvironmentRows({"training": ROWS[:2], "held_out": ROWS}, config, "it")
     with pytest.raises(ConfigError, match="it has only one prompt"):
         EnvironmentRows({"training": ROWS[:1], "held_out": []}, config, "it")
+
+
+@pytest.mark.slow
+def test_a_maze_that_cannot_be_left_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set task\.moves to twice the size"):
+        MazeTask(size=8, moves=5)
+    with pytest.raises(ConfigError, match="make the task larger"):
+        GuessNumberTask(highest=28).held_out(1)

@@ -22,6 +22,7 @@ from covey.llm.rewards.reasoning_gym_process import is_plain_expression
 from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks import ReasoningGym, reasoning_gym
 from covey.llm.tasks.reasoning_gym import PROCESS
+from helpers.contracts import TaskContract
 
 pytestmark = pytest.mark.slow  # the package takes many seconds to import
 
@@ -40,7 +41,9 @@ def _tasks_share_a_process() -> Iterator[None]:
     """One process generates the problems of all tasks, because importing the package takes a second."""
     process = RewardPool(f"{PROCESS}:generate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reasoning_gym, "RewardPool", lambda *_: SimpleNamespace(call=process.call, close=lambda: None))
+        patch.setattr(
+            reasoning_gym, "RewardPool", lambda *_, **__: SimpleNamespace(call=process.call, close=lambda: None)
+        )
         yield
     process.close()
 
@@ -72,13 +75,10 @@ def legs() -> ReasoningGym:
     return task_of("leg_counting", options=("max_animals = 4", "min_animals = 2"), held_out_problems=20)
 
 
-def test_a_draw_depends_on_its_arguments_alone(legs: ReasoningGym) -> None:
-    first = legs.draw(3, 5, 6)
-    legs.draw(4, 1, 3)
-    assert legs.draw(3, 5, 6) == first
-    assert legs.draw(3, 5, 2, first=4, before=99) == first[4:]
-    assert [start.index for start in first] == [0, 1, 2, 3, 4, 5]
-    assert len({question(start) for step in range(1, 9) for start in legs.draw(0, step, 6)}) > 44
+class TestReasoningGym(TaskContract):
+    @pytest.fixture
+    def task(self, legs: ReasoningGym) -> ReasoningGym:
+        return legs
 
 
 def test_options_reach_the_data_set_and_the_instruction_ends_the_question(legs: ReasoningGym) -> None:

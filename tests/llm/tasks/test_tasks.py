@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -11,19 +10,39 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, DatasetConfig, RewardConfig, WordProblemsConfig
 from covey.llm.rewards.countdown import solves_countdown
-from covey.llm.tasks import Arithmetic, Countdown, PromptDataset, RunningTotal, WordProblems, build_task
+from covey.llm.tasks import (
+    Arithmetic,
+    CodeFunctions,
+    Countdown,
+    EnvironmentSeeds,
+    GuessNumberTask,
+    Lookup,
+    MazeTask,
+    PromptDataset,
+    RunningTotal,
+    WordProblems,
+    build_task,
+)
 from covey.llm.tasks.arithmetic import problem_kind
+from helpers.contracts import TaskContract
 
 GENERATED = {
     "arithmetic": Arithmetic(),
     "arithmetic_mixed": Arithmetic(digits=(1, 2, 3), operators=("+", "-", "*"), terms=(2, 3, 4)),
     "countdown": Countdown(numbers=4, operators=("+", "-", "*", "/")),
     "word_problems": WordProblems(steps=(1, 2, 3, 4)),
+}
+
+
+TASKS = GENERATED | {
+    "code_functions": CodeFunctions(),
+    "guess_number": GuessNumberTask(),
+    "maze": MazeTask(),
+    "lookup": Lookup(),
+    "environment_seeds": EnvironmentSeeds(),
 }
 
 
@@ -53,40 +72,10 @@ def test_prompt_is_one_user_message_with_a_gold_answer(task):
         assert isinstance(start.columns["answer"], str)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(2)
-@given(seed=st.integers(0, 2**63), step=st.integers(1, 10**6), count=st.integers(1, 12))
-@settings(max_examples=25)
-@pytest.mark.parametrize("name", GENERATED)
-def test_draw_depends_on_its_arguments_alone(name, seed, step, count):
-    task = GENERATED[name]
-    random.seed(count)
-    first = task.draw(seed, step, count)
-    random.seed(step)
-    task.held_out(3)
-    assert task.draw(seed, step, count) == first
-    assert task.draw(seed, step, count + 3)[:count] == first
-    assert task.draw(seed, step, 3, first=count, before=91) == task.draw(seed, step, count + 3)[count:]
-
-
-def test_draws_differ_between_seeds_steps_and_places(task):
-    draws = [tuple(map(question, task.draw(seed, step, 20))) for seed in range(3) for step in range(1, 4)]
-    assert len(set(draws)) == 9
-    assert all(len(set(draw)) > 15 for draw in draws)
-
-
-@pytest.mark.sampled(4)
-def test_training_never_sees_a_held_out_problem(task):
-    held_out = {question(start) for start in task.held_out(300)}
-    assert len(held_out) == 300  # no repeats
-    trained = {question(start) for step in range(1, 60) for start in task.draw(0, step, 64)}
-    assert not held_out & trained
-
-
-@pytest.mark.sampled(4)
-def test_held_out_is_fixed_and_a_longer_one_begins_like_a_shorter_one(task):
-    again = type(task)(**vars(task.config))
-    assert task.held_out(50)[:20] == again.held_out(20)
+class TestTasks(TaskContract):
+    @pytest.fixture(params=TASKS.values(), ids=TASKS.keys())
+    def task(self, request):
+        return request.param
 
 
 @pytest.mark.slow

@@ -350,6 +350,17 @@ CASES: dict[str, Case] = {
         ],
         fires=[{"steps": 10}],
     ),
+    "memorised examples": Case(
+        LANGUAGE,
+        {"sft/held_out_loss": [3.0, 2.0, 2.06, 2.1], "sft/loss": 1.0},
+        silent=[
+            {"sft/held_out_loss": [3.0, 2.0, 2.03, 2.1]},
+            {"sft/held_out_loss": [3.0, 2.5, 2.0, 2.1]},
+            {"sft/held_out_loss": [3.0, 2.0, 2.1, 1.9]},
+        ],
+        fires=[{"sft/held_out_loss": [2.0, 3.0, 2.9, 2.1]}],
+        steps=4,
+    ),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from covey.config import ArithmeticConfig, ConfigError, ControlConfig, Environme
 from covey.config.rules import validate
 from covey.data import Group
 from covey.experiment.advice import Launch
-from covey.experiment.run import _trackers
+from covey.experiment.job import _trackers
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
 from covey.tracking.trackers import observer, thread
@@ -152,8 +152,7 @@ def fail(summary: Any = None) -> None:
     raise OSError("no space")
 
 
-BEFORE = [{"score": 0.25}]
-SUMMARY = {"steps": 5, "evaluations": [{"before": BEFORE[0], "after": {"score": 0.75}}]}
+SUMMARY = {"steps": 5, "evaluations": [{"before": {"score": 0.25}, "after": {"score": 0.75}}]}
 
 
 def track(folder: Path, tracker: Listing, steps: range, *, begun: int = 0, summary: Any = None) -> list[str]:
@@ -163,13 +162,13 @@ def track(folder: Path, tracker: Listing, steps: range, *, begun: int = 0, summa
         (folder / "config.toml").touch()
         run = TrackedRun(folder / "trackers", "run", "recipe", {})
         with Trackers({"listing": tracker}, run, store, AGENT, notes.append) as trackers:
-            trackers.begin(BEFORE, begun)
+            trackers.begin({"eval/score": 0.25}, begun)
             for step in steps:
                 metrics = {"reward/mean": step / 8, "odd": float("nan")}
                 for one in (store, trackers):
                     one.record(step_record(step, metrics, [graded(0, [0, 1])]))
             if summary:
-                trackers.finish(summary)
+                trackers.finish(summary, {"eval/score": 0.75})
     return notes
 
 

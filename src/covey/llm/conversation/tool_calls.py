@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 DEFAULT_ID = "000000000"  # of a call without one; Mistral's templates accept only nine letters and digits
@@ -214,6 +215,9 @@ class _Reader:
         return [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
+_Take = Callable[[_Reader], Iterable[ToolCall]]
+
+
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number of JSON")
 
@@ -273,14 +277,10 @@ def _arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def _read_tags(reader: _Reader) -> None:
-    while reader.skip_to(_TAG):
-        reader.take_call(_END_TAG, reader.take_objects)
-
-
-def _read_fences(reader: _Reader) -> None:
-    while reader.skip_to(_FENCE):
-        reader.take_call(_END_FENCE, reader.take_objects)
+def _read_marked(begin: re.Pattern[str], end: re.Pattern[str], take: _Take, reader: _Reader) -> None:
+    """Take all calls between two marks."""
+    while reader.skip_to(begin):
+        reader.take_call(end, lambda: take(reader))
 
 
 def _read_llama(reader: _Reader) -> None:
@@ -299,39 +299,28 @@ def _read_llama(reader: _Reader) -> None:
     reader.take_call(_END, objects)
 
 
-def _read_mistral(reader: _Reader) -> None:
-    def calls() -> Iterable[ToolCall]:
-        named = reader.take(_NAME)
-        if not named:
-            yield from reader.take_objects()
-            return
-        yield ToolCall(named[1], _arguments(reader.take_json()), named[2] or None)
-
-    while reader.skip_to(_TOOL_CALLS):
-        reader.take_call(_NEXT_MISTRAL, calls)
+def _take_mistral(reader: _Reader) -> list[ToolCall]:
+    named = reader.take(_NAME)
+    return [ToolCall(named[1], _arguments(reader.take_json()), named[2] or None)] if named else reader.take_objects()
 
 
-def _read_xml(reader: _Reader) -> None:
-    def calls() -> Iterable[ToolCall]:
-        if not (named := reader.take(_FUNCTION)):
-            raise _CannotRead("it has no <function=NAME>")
-        arguments = {}
-        while parameter := reader.take(_PARAMETER):
-            arguments[parameter[1].strip()] = RawText(parameter[2])
-        if not reader.take(_END_FUNCTION):
-            raise _CannotRead("it has no </function> after its parameters")
-        yield ToolCall(named[1].strip(), arguments)
-
-    while reader.skip_to(_TAG):
-        reader.take_call(_END_TAG, calls)
+def _take_xml(reader: _Reader) -> list[ToolCall]:
+    if not (named := reader.take(_FUNCTION)):
+        raise _CannotRead("it has no <function=NAME>")
+    arguments = {}
+    while parameter := reader.take(_PARAMETER):
+        arguments[parameter[1].strip()] = RawText(parameter[2])
+    if not reader.take(_END_FUNCTION):
+        raise _CannotRead("it has no </function> after its parameters")
+    return [ToolCall(named[1].strip(), arguments)]
 
 
 _READERS: Mapping[str, Callable[[_Reader], None]] = {
-    "hermes": _read_tags,
-    "smollm": _read_tags,
-    "qwen_xml": _read_xml,
+    "hermes": partial(_read_marked, _TAG, _END_TAG, _Reader.take_objects),
+    "smollm": partial(_read_marked, _TAG, _END_TAG, _Reader.take_objects),
+    "qwen_xml": partial(_read_marked, _TAG, _END_TAG, _take_xml),
     "llama3": _read_llama,
-    "mistral": _read_mistral,
-    "fenced": _read_fences,
+    "mistral": partial(_read_marked, _TOOL_CALLS, _NEXT_MISTRAL, _take_mistral),
+    "fenced": partial(_read_marked, _FENCE, _END_FENCE, _Reader.take_objects),
 }
 _EXAMPLES = {format: write_calls([ToolCall("NAME", {"ARGUMENT": "VALUE"})], format) for format in FORMATS}

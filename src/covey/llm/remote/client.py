@@ -1,4 +1,4 @@
-"""Asks one sampler over HTTP. Beside `judge_client.py` the only file of covey that contacts a server.
+"""Asks one sampler over HTTP. Beside `rewards/judge.py` the only file of covey that contacts a server.
 
 A fault of the server or of the network, of whatever kind, is a `LostServer`. Nothing is asked twice here: the caller
 asks another server. The access token is in the `Authorization` header only; messages from outside are searched for it.

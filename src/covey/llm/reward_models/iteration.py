@@ -23,9 +23,9 @@ from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
 from covey.llm.reward_models.model import RewardModel, ScoreScale
-from covey.llm.reward_models.training import Metrics, RewardModelTrainer, batches_per_epoch, train_epochs
+from covey.llm.reward_models.training import Metrics, RewardModelTrainer, train_epochs
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.runtime.rng import REPLAYING, permutation
+from covey.runtime.rng import REPLAYING, batches_per_epoch, permutation
 
 MOST_HISTORY = 50_000  # examples of earlier iterations, the newest ones
 SCALE_COMPLETIONS = 2000  # sequences of the training from which the mean and deviation of scores are measured
@@ -180,7 +180,7 @@ class IteratedRewardModel:
             advance(len(losses))
 
             def on_step(done: int, metrics: Metrics) -> bool:
-                losses.append(metrics["loss"])
+                losses.append(metrics["reward_model/loss"])
                 advance(1)
                 return not should_stop()
 

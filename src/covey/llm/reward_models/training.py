@@ -1,13 +1,13 @@
 """Trains a reward model: minibatches of examples, an optimizer step each, with a state that resumes exactly.
 
-`covey reward-model train` calls `train_epochs` once, an iterative run once for each iteration, with the same trainer.
+`covey reward-model train` trains in the loop of every training, an iterative run by `train_epochs` in each iteration.
 
 Shapes: N reads, M terms of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from covey.config import RunError
@@ -15,7 +15,7 @@ from covey.config.reward_models import RewardModelConfig
 from covey.llm.reward_models.examples import EncodedExample, Objective
 from covey.llm.reward_models.model import RewardModel, microbatches
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
-from covey.runtime.rng import permutation
+from covey.runtime.rng import shuffled_batches
 
 Metrics = dict[str, float]
 
@@ -71,8 +71,13 @@ class RewardModelTrainer:
                 "--learning-rate (of an iterative run, iteration.reward_model_learning_rate)"
             )
         self.step += 1
-        metrics = {"loss": loss, "grad_norm": result.grad_norm, "learning_rate": rate, "tokens": float(tokens)}
-        return metrics | ({"accuracy": right / terms} if judged else {})
+        metrics = {
+            "reward_model/loss": loss,
+            "reward_model/tokens": float(tokens),
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+        }
+        return metrics | ({"reward_model/accuracy": right / terms} if judged else {})
 
     def state_dict(self) -> dict[str, Any]:
         """The weights with the optimizer's moments, and the number of steps; not copied."""
@@ -108,34 +113,21 @@ def train_epochs(
     Returns:
         the number of minibatches so far.
     """
-    config = trainer.config
-    per_epoch = batches_per_epoch(len(examples), config.batch_size)
-    while done < epochs * per_epoch:
-        epoch, first = divmod(done, per_epoch)
-        for batch in list(_batches(examples, config, iteration, epoch))[first:]:
-            metrics = trainer.train_step(batch)
-            done += 1
-            if not on_step(done, metrics):
-                return done
+    config, groups = trainer.config, by_prompt(examples)
+    batches = shuffled_batches(
+        groups, config.batch_size, seed=config.seed, epochs=epochs, done=done, iteration=iteration
+    )
+    for batch in batches:
+        metrics = trainer.train_step(batch)
+        done += 1
+        if not on_step(done, metrics):
+            break
     return done
 
 
-def batches_per_epoch(examples: int, batch_size: int) -> int:
-    """Number of minibatches of an epoch."""
-    return -(-examples // batch_size)
-
-
-def _batches(
-    examples: Sequence[EncodedExample], config: RewardModelConfig, iteration: int, epoch: int
-) -> Iterator[list[EncodedExample]]:
-    """The minibatches of an epoch, in an order that is a function of (seed, iteration, epoch).
-
-    Prompts are shuffled and their examples stay together, so that a prompt is computed once.
-    """
+def by_prompt(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
+    """The examples of each prompt, which are trained together, so that the prompt is computed once."""
     prompts: dict[str, list[EncodedExample]] = {}
     for one in examples:
         prompts.setdefault(one.example.content, []).append(one)
-    groups = list(prompts.values())
-    order = [one for group in permutation(config.seed, iteration, epoch, len(groups)) for one in groups[group]]
-    for begin in range(0, len(order), config.batch_size):
-        yield order[begin : begin + config.batch_size]
+    return list(prompts.values())

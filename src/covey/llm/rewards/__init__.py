@@ -11,10 +11,8 @@ reward_call               one call, in any signature, and the check of its resul
 weighted_reward           one term of a reward: a function, how it is called, its weight
 step_splitter             splits completions into reasoning steps
 reasoning_gym_process     problems and scores of the package reasoning_gym, in the worker
-judge                     asks a language model behind an OpenAI-compatible address for a score
-judge_client              its HTTP requests, with retries and deadlines, in the worker
+judge                     asks a language model behind an OpenAI-compatible address for a score; its replies on disk
 judge_score               reads the score in a reply
-judge_cache               replies on disk, so that a question is asked once
 unfinished_call           a record of the current call, for a run that is resumed
 code                      the reward `code`: programs that pass hidden tests
 code_tests                the tests in a column of the data

@@ -1,35 +1,69 @@
-"""A reward whose function is a language model behind an OpenAI-compatible address."""
+"""A reward whose function is a language model behind an OpenAI-compatible address.
+
+The only other file of covey that contacts a server is `remote/client.py`. A question that gets no reply has an error in
+place of a score; it never raises. The access token is in the `Authorization` header only: texts from the server and
+from exceptions are searched for it before they are passed on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from covey.config import RewardConfig
-from covey.config.files import user_path
-from covey.config.servers import endpoint
-from covey.llm.rewards.judge_client import JudgeSettings
+import httpx2
+
+from covey.config import ConfigError, MachineError, RewardConfig
+from covey.config.files import make_folder, user_path
+from covey.config.servers import endpoint, hide, is_this_machine, judge_token
+from covey.llm.rewards.judge_score import ScoreReader
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.runner import RewardPool, RewardRunner, in_thread
+from covey.llm.rewards.runner import RewardPool, RewardRunner
 from covey.runtime.cache import cache_folder
-from covey.runtime.worker.child import InvalidResult
+from covey.runtime.event_loop import background
+from covey.runtime.worker.child import InvalidResult, one_printable_line
+from covey.runtime.worker.process import CallError
 
-CLIENT = "covey.llm.rewards.judge_client:grade"
-SPARE_SECONDS = 30.0  # of a call, beyond the deadlines of its questions
+MOST_REPLY_BYTES = 1 << 20
+LONGEST_REASON = 150  # characters of a server's own text in a message
+FIRST_PAUSE_SECONDS = 0.25  # before the second attempt; doubled before each further one
+LONGEST_PAUSE_SECONDS = 8.0
+GIVE_UP_AFTER = 8  # questions in a row without a reply, or as many as are asked at a time if that is more
+RETRIED_STATUSES = (408, 409, 425, 429, *range(500, 600))
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-class Judge(RewardRunner):
-    """Fills a template for every completion and asks a model for its score.
+class JudgeError(Exception):
+    """A question cannot be answered; further attempts are useless."""
 
-    The questions are asked in a process of its own (`judge_client.py`), equal ones once. A question has its own
-    deadline, so one without a reply costs its own rollout only.
+
+class PassingFault(JudgeError):
+    """An attempt failed; the next may succeed."""
+
+    def __init__(self, message: str, pause_seconds: float = 0.0) -> None:
+        """`pause_seconds`: the pause that the server asked for."""
+        super().__init__(message)
+        self.pause_seconds = pause_seconds
+
+
+class Judge(RewardRunner):
+    """Fills a template for every completion and asks a model for its score, equal questions once.
+
+    A question has its own deadline, so one without a reply costs its own rollout only. A regular expression of the
+    config may need exponential time for some replies, so it is matched in a process.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -38,61 +72,60 @@ class Judge(RewardRunner):
         Raises:
             ConfigError: if the template cannot be read.
         """
-        self.template = config.judge_question
+        self.config, self.template = config, config.judge_question
+        self.address, self.request = endpoint(config.judge), config.judge_body
+        self.cache = ReplyCache(user_path(config.judge_cache) if config.judge_cache else cache_folder() / "judges")
         low, high = config.judge_range
-        words = config.judge_scores
-        self.settings = JudgeSettings(
-            address=endpoint(config.judge),
-            request=config.judge_body,
-            score={
-                "low": low, "high": high, "pattern": config.judge_pattern, "field": config.judge_field, "words": words,
-            },
-            seconds=config.timeout_seconds,
-            concurrency=config.judge_concurrency,
-            retries=config.judge_retries,
-            allow_remote=config.allow_remote,
-            cache=str(user_path(config.judge_cache) if config.judge_cache else cache_folder() / "judges"),
-            token_variable=config.judge_token_variable,
-            token_file=str(user_path(config.judge_token_file).absolute()) if config.judge_token_file else "",
-        )  # fmt: skip
-        self._pool = RewardPool(CLIENT)
+        self.reader = ScoreReader(low, high, config.judge_pattern, config.judge_field, config.judge_scores)
+        self._matching = RewardPool("covey.llm.rewards.judge_score:read_one") if config.judge_pattern else None
+        self._calls: set[Future[Results]] = set()
 
-    def call(
+    def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
-    ) -> Results:
+    ) -> Future[Results]:
         """A score for each completion, or None and an entry in `errors`.
 
         Args:
             seconds: not used, because the config has a deadline for each question.
 
-        Raises:
-            CallError: if the process of the client ended.
-            InvalidResult: if the template names a column that the data does not have.
+        The future raises InvalidResult if the template names a column that the data does not have.
         """
-        questions = self._questions(arguments)
-        different = list(dict.fromkeys(questions))
-        asked = {"completions": different, "settings": asdict(self.settings)}
-        rounds = math.ceil(len(different) / self.settings.concurrency)
-        results = self._pool.call(asked, global_step, SPARE_SECONDS + rounds * self.settings.seconds)
-        place = {question: number for number, question in enumerate(different)}
-        rows = [place[question] for question in questions]
-        values, replies, errors = results.values, results.extras["reply"], results.extras["error"]
-        return Results(
-            [None if errors[number] else values[number] for number in rows],
-            results.metrics,
-            {"reply": [replies[number] for number in rows]},
-            {row: errors[number] for row, number in enumerate(rows) if errors[number]},
-        )
-
-    def start(
-        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
-    ) -> Future[Results]:
-        """As `call`, in the background."""
-        return in_thread(partial(self.call, arguments, global_step, seconds))
+        call = background().submit(self._grade(arguments))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     def close(self) -> None:
-        """End the process of the client."""
-        self._pool.close()
+        """Cancel the questions."""
+        for call in list(self._calls):
+            call.cancel()
+        if self._matching is not None:
+            self._matching.close()
+
+    async def _grade(self, arguments: Mapping[str, Any]) -> Results:
+        questions = self._questions(arguments)
+        different = list(dict.fromkeys(questions))
+        outcomes = dict(zip(different, await _Questions(self, different).outcomes(), strict=True))
+        read = {question: await self._score(outcome) for question, outcome in outcomes.items()}
+        errors = {row: read[question][1] for row, question in enumerate(questions) if read[question][1]}
+        replies = [outcome.text if isinstance(outcome := outcomes[one], Reply) else "" for one in questions]
+        values = [None if row in errors else read[question][0] for row, question in enumerate(questions)]
+        return Results(values, {}, {"reply": replies}, errors)
+
+    async def _score(self, outcome: Reply | JudgeError) -> tuple[float, str]:
+        """The score, and the reason why there is none."""
+        if isinstance(outcome, JudgeError):
+            return math.nan, str(outcome)
+        if self._matching is None:
+            score, error = self.reader.read_or_reason(outcome.text, cut=outcome.cut)
+        else:
+            request = {"completions": [outcome.text], "cut": outcome.cut, "reader": vars(self.reader)}
+            try:
+                results = await self._matching.ask(request, 0, self.config.timeout_seconds)
+                score, error = results.values[0], results.extras["error"][0]
+            except CallError as fault:
+                score, error = math.nan, f"judge_pattern {fault}"
+        return score, error and f"could not be read: {error}"
 
     def _questions(self, arguments: Mapping[str, Any]) -> list[str]:
         """The template filled for each completion. What is filled in is not searched for places again."""
@@ -116,3 +149,276 @@ def _text(value: Any) -> str:
             return str(value[0]["content"])
         return "\n\n".join(f"{message.get('role', '')}: {message['content']}" for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# ---- asking ----
+
+
+class _Questions:
+    """Questions of one call, answered from the cache or by the server."""
+
+    def __init__(self, judge: Judge, questions: Sequence[str]) -> None:
+        self.judge, self.cache = judge, judge.cache
+        self.requests = [{**judge.request, "messages": [{"role": "user", "content": text}]} for text in questions]
+        self.keys = [ReplyCache.key(judge.address, request) for request in self.requests]
+        self.failed_in_a_row = 0
+        self.cache_works = True
+
+    async def outcomes(self) -> list[Reply | JudgeError]:
+        """A reply or an error for each question."""
+        found: list[Reply | JudgeError | None] = [self.cache.get(key) for key in self.keys]
+        waiting = iter([number for number, reply in enumerate(found) if reply is None])
+        missing = found.count(None)
+        if missing:
+            try:
+                token = _token(self.judge)
+                addresses = await _addresses(self.judge)
+            except JudgeError as error:
+                return [error if reply is None else reply for reply in found]
+            async with _client(self.judge) as client:
+                server = _Server(self.judge, client, token, addresses)
+                together = min(self.judge.config.judge_concurrency, missing)
+                await asyncio.gather(*(self._work(server, waiting, found) for _ in range(together)))
+        return [reply if reply is not None else JudgeError("was not asked") for reply in found]
+
+    async def _work(self, server: _Server, waiting: Iterator[int], found: list[Reply | JudgeError | None]) -> None:
+        """Ask one waiting question after the other."""
+        for number in waiting:
+            if self.failed_in_a_row >= max(GIVE_UP_AFTER, self.judge.config.judge_concurrency):
+                found[number] = JudgeError(f"was not asked, because {self.failed_in_a_row} in a row had no reply")
+                continue
+            try:
+                reply = await server.ask(self.requests[number])
+            except JudgeError as error:
+                found[number] = error
+                self.failed_in_a_row += 1
+                continue
+            self.failed_in_a_row = 0
+            found[number] = self._store(self.keys[number], self.requests[number], reply)
+
+    def _store(self, key: str, request: dict[str, Any], reply: Reply) -> Reply:
+        """Store a reply, and return the one that counts, the first. A full disk is no reason to lose the score, so it
+        is only reported, once a call.
+        """
+        try:
+            return self.cache.put(key, request, reply)
+        except OSError as error:
+            if self.cache_works:
+                print(f"the judge's replies cannot be stored in {self.cache.folder}: {error.strerror}", file=sys.stderr)
+            self.cache_works = False
+            return reply
+
+
+@dataclass
+class _Server:
+    """A connection to the judge's server."""
+
+    judge: Judge
+    client: httpx2.AsyncClient
+    token: str
+    addresses: list[str]  # of the host; empty: the client resolves its name
+
+    async def ask(self, request: dict[str, Any]) -> Reply:
+        """The reply to one request, under its deadline.
+
+        Raises:
+            JudgeError: if all attempts fail.
+        """
+        body = json.dumps(request).encode()
+        last, attempts, pause = "", 0, FIRST_PAUSE_SECONDS
+        try:
+            async with asyncio.timeout(self.judge.config.timeout_seconds):
+                while True:
+                    attempts += 1
+                    try:
+                        return await self._attempt(body)
+                    except PassingFault as fault:
+                        last = str(fault)
+                        if attempts > self.judge.config.judge_retries:
+                            break
+                        await asyncio.sleep(max(pause, fault.pause_seconds))
+                        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        except TimeoutError:
+            last = f"took longer than {self.judge.config.timeout_seconds:g} s" + (f", after it {last}" if last else "")
+        tries = f" ({attempts} attempts)" if attempts > 1 else ""
+        raise JudgeError(f"{last}{tries}")
+
+    async def _attempt(self, body: bytes) -> Reply:
+        """Ask once; a host that has several addresses is asked at the first that accepts the connection."""
+        *others, last = self.addresses or [""]
+        try:
+            for address in others:
+                with contextlib.suppress(httpx2.ConnectError):
+                    return await self._exchange(body, address)
+            return await self._exchange(body, last)
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+            reason = self._own_words(str(error) or type(error).__name__)
+            raise PassingFault(f"had no reply from {self.judge.address}: {reason}") from None
+
+    async def _exchange(self, body: bytes, address: str) -> Reply:
+        parts = urlsplit(self.judge.address)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Host": parts.netloc}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        url, extensions = self.judge.address, {}
+        if address:  # the checked address itself: the name could be resolved to another one the next time
+            host = f"[{address}]" if ":" in address else address
+            url = parts._replace(netloc=f"{host}:{_port(self.judge)}").geturl()
+            extensions = {"sni_hostname": parts.hostname}
+        async with self.client.stream("POST", url, content=body, headers=headers, extensions=extensions) as response:
+            if response.is_redirect:
+                target = self._own_words(response.headers.get("location", "another address"))
+                raise JudgeError(f"was redirected to {target}, which is not followed: name the final address")
+            content = await self._content(response)
+        return self._reply(response, content.decode(errors="replace"))
+
+    async def _content(self, response: httpx2.Response) -> bytes:
+        """The body of a response, of limited size. A compressed one may be of any size, so it is refused."""
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise JudgeError("got a compressed reply, which was not asked for")
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > MOST_REPLY_BYTES:
+                raise JudgeError(f"got a reply of more than {MOST_REPLY_BYTES >> 20} MiB")
+        return bytes(content)
+
+    def _reply(self, response: httpx2.Response, content: str) -> Reply:
+        """The text in a response of the chat completions API."""
+        status = response.status_code
+        if status != 200:
+            message = f"got HTTP status {status}: {self._own_words(content)}"
+            if status in RETRIED_STATUSES:
+                raise PassingFault(message, _retry_after(response.headers.get("retry-after", "")))
+            raise JudgeError(message)
+        try:
+            choice = json.loads(content)["choices"][0]
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise PassingFault(f"got a reply that is no chat completion: {self._own_words(content)}") from None
+        if not isinstance(text, str):
+            raise PassingFault("got a chat completion without text")
+        return Reply(hide(text.encode(errors="replace").decode(), self.token), cut)
+
+    def _own_words(self, text: str) -> str:
+        """The beginning of a text from outside, in one line and without the token."""
+        line = one_printable_line(hide(text, self.token))
+        return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
+
+
+def _client(judge: Judge) -> httpx2.AsyncClient:
+    """A client without limits of time, because each question has a deadline.
+
+    Proxies of the environment are used for remote addresses only: a proxy is another machine.
+    """
+    limits = httpx2.Limits(
+        max_connections=judge.config.judge_concurrency, max_keepalive_connections=judge.config.judge_concurrency
+    )
+    return httpx2.AsyncClient(timeout=None, limits=limits, follow_redirects=False, trust_env=judge.config.allow_remote)
+
+
+def _token(judge: Judge) -> str:
+    """The access token; empty if the judge has none."""
+    variable, file = judge.config.judge_token_variable, judge.config.judge_token_file
+    if not variable and not file:
+        return ""
+    try:
+        return judge_token(variable, file and str(user_path(file).absolute()))
+    except (ConfigError, MachineError) as error:
+        raise JudgeError(f"was not asked: {one_printable_line(str(error))}") from None
+
+
+async def _addresses(judge: Judge) -> list[str]:
+    """The addresses of a judge on this machine; empty if it may be on another one.
+
+    Raises:
+        JudgeError: if its name is unknown, or belongs to another machine.
+    """
+    if judge.config.allow_remote:
+        return []
+    host = urlsplit(judge.address).hostname or ""
+    lookup: Awaitable[Any] = asyncio.get_running_loop().getaddrinfo(host, _port(judge), type=socket.SOCK_STREAM)
+    try:
+        async with asyncio.timeout(judge.config.timeout_seconds):
+            found = list(dict.fromkeys(str(entry[4][0]) for entry in await lookup))
+    except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+        reason = one_printable_line(str(getattr(error, "strerror", "") or error or "no reply from the name server"))
+        raise JudgeError(f"was not asked: the host name {host} cannot be resolved ({reason})") from None
+    remote = [address for address in found if not is_this_machine(address)]
+    if remote:
+        which = "" if remote[0] == host else f" ({remote[0]})"
+        raise JudgeError(f"was not asked: {host}{which} is another machine; allow it with allow_remote = true")
+    return found
+
+
+def _port(judge: Judge) -> int:
+    parts = urlsplit(judge.address)
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _retry_after(value: str) -> float:
+    """The pause in seconds that a server asks for; 0 for none, and for a date."""
+    return float(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0.0
+
+
+# ---- replies on disk, so that a question is asked once, also by a run that is killed and resumed ----
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A judge's reply."""
+
+    text: str
+    cut: bool  # it ended at its token limit
+
+
+class ReplyCache:
+    """A file for each reply, named by a hash of address and request.
+
+    A file appears whole or not at all: it is written under another name, which is then changed. A damaged file counts
+    as missing. A question keeps its first reply, also if several runs ask it at the same time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is made when the first reply is stored."""
+        self.folder = folder
+
+    @staticmethod
+    def key(address: str, request: Mapping[str, Any]) -> str:
+        """The name of a question: SHA-256 of the address and the whole request."""
+        return hashlib.sha256(json.dumps([address, request], sort_keys=True).encode()).hexdigest()
+
+    def get(self, key: str) -> Reply | None:
+        """The stored reply; None if there is none."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            stored = json.loads(self._file(key).read_bytes())
+            reply = Reply(stored["text"], stored["cut"])
+            if stored["key"] == key and isinstance(reply.text, str) and isinstance(reply.cut, bool):
+                return reply
+        return None
+
+    def put(self, key: str, request: Mapping[str, Any], reply: Reply) -> Reply:
+        """Store a reply, which only the user can read, unless another run has stored one; returns the stored one.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        file = self._file(key)
+        make_folder(file.parent)
+        document = {"key": key, "request": request, "text": reply.text, "cut": reply.cut}
+        beside = file.with_name(f".{key}.{secrets.token_hex(4)}")
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as out:
+                json.dump(document, out)
+            with contextlib.suppress(OSError):  # it exists, or the file system has no links
+                os.link(beside, file)
+            stored = self.get(key)
+            if stored is None:
+                beside.rename(file)
+            return stored or reply
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,13 @@ class ScoreReader:
             raise UnreadableReply(f"the score {score:g} is outside judge_range ({self.low:g} to {self.high:g})")
         return score
 
+    def read_or_reason(self, reply: str, *, cut: bool) -> tuple[float, str]:
+        """The score, and "" or the reason why there is none."""
+        try:
+            return self.read(reply, cut=cut), ""
+        except UnreadableReply as fault:
+            return math.nan, str(fault)
+
     def _stated(self, reply: str) -> Any:
         """The part of the reply that states the score: text, or a number of a JSON object."""
         if self.pattern:
@@ -97,6 +104,15 @@ class ScoreReader:
         if not found:
             raise UnreadableReply("the reply has none of judge_words")
         return self.words[found[-1]]
+
+
+def read_one(
+    completions: Sequence[str], cut: bool, reader: Mapping[str, Any], log_extra: Callable[[str, list[str]], None]
+) -> list[float]:
+    """The score in one reply, in a process; logs the column "error". `reader` has the fields of a `ScoreReader`."""
+    score, error = ScoreReader(**reader).read_or_reason(completions[0], cut=cut)
+    log_extra("error", [error])
+    return [score]
 
 
 def _float(text: str) -> float:

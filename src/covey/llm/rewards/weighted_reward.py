@@ -14,13 +14,13 @@ from covey.config.fields import check_fields
 from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
-from covey.llm.rewards.judge import Judge
 from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
 LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
+JUDGE = "covey.llm.rewards.judge:Judge"
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 
 
@@ -172,7 +172,7 @@ def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
     if config.built_in is not None:
         return _built_in_runner(config.built_in, config)
     if config.judge:
-        return Judge(config)
+        return _runner_named(JUDGE, config)
     if config.model:
         return ModelReward(config, device, precision)
     return RewardPool(config.function, config.process_count, config.timeout_seconds)
@@ -180,8 +180,7 @@ def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
 
 def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
     if reward.runner:
-        runner: RewardRunner = load_function(reward.runner)(config)
-        return runner
+        return _runner_named(reward.runner, config)
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
         pool = RewardPool(
@@ -191,6 +190,12 @@ def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunne
     if reward.own_process:
         return RewardPool(reward.function, config.process_count, config.timeout_seconds)
     return InProcess(load_function(reward.function))
+
+
+def _runner_named(name: str, config: RewardConfig) -> RewardRunner:
+    """A runner whose module is imported only if it is used."""
+    runner: RewardRunner = load_function(name)(config)
+    return runner
 
 
 def _gradable(groups: Sequence[Group]) -> list[tuple[Start, Rollout]]:

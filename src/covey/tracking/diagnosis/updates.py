@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from covey.tracking.diagnosis.finding import Check, Seen
-from covey.tracking.diagnosis.history import RECENT, SETTLED, History
+from covey.tracking.diagnosis.history import KEPT, RECENT, SETTLED, History
 from covey.tracking.diagnosis.rewards import NEXT_TO_NO_SIGNAL, is_solved
 from covey.tracking.diagnosis.settings import Settings
 
@@ -21,6 +21,8 @@ WORSE_THAN_NOTHING = -0.5
 SMALL_ERROR = 0.1  # of the critic, relative to the mean return
 CUT_SHORT = 0.8  # fraction of steps that target_kl ended after half of the epochs or fewer
 FEW_SKIPPED = 3
+RISEN, RISEN_FOR = 1.02, 2  # times the lowest held-out loss; evaluations in a row
+SUPERVISED = {"sft": "sft.epochs", "reward_model": "epochs"}  # first part of the metrics' names -> field of the epochs
 
 
 def gradient_spikes(history: History, settings: Settings) -> Seen | None:
@@ -131,6 +133,19 @@ def updates_cut_short(history: History, settings: Settings) -> Seen | None:
     )
 
 
+def memorised_examples(history: History, settings: Settings) -> Seen | None:
+    for name, field in SUPERVISED.items():
+        losses = list(history.recent(f"{name}/held_out_loss", KEPT))
+        best = losses.index(min(losses)) if losses else 0
+        after = losses[best + 1 :]
+        if len(after) >= RISEN_FOR and min(after[-RISEN_FOR:]) > RISEN * losses[best]:
+            return Seen(
+                f"the held-out loss is {losses[-1]:.3g}, {len(after)} evaluations after the lowest, {losses[best]:.3g}",
+                f"Try {settings.change(field, best + 1)}, or more examples",
+            )
+    return None
+
+
 CHECKS = (
     Check(
         "gradient spikes",
@@ -177,5 +192,12 @@ CHECKS = (
         f"target_kl ended at least {CUT_SHORT:.0%} of the last {RECENT} updates after half of the epochs or earlier",
         "A pass or two over the rollouts already move the policy as far as target_kl allows, so the other epochs never "
         "run.",
+    ),
+    Check(
+        "memorised examples",
+        tuple(f"{name}/{loss}" for name in SUPERVISED for loss in ("held_out_loss", "loss")),
+        memorised_examples,
+        f"with examples, the last {RISEN_FOR} held-out losses are more than {RISEN - 1:.0%} above the lowest",
+        "The model goes on to fit the examples that it trains on, and gets worse on others.",
     ),
 )

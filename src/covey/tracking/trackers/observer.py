@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from covey.config import ControlConfig, RunConfig
 from covey.config.faults import faults_of
 from covey.config.recipe_writing import config_to_dict
+from covey.config.reward_models import RewardModelTraining
 from covey.tracking.run_folder import TRACKERS_FOLDER
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.trackers.rows import Row, has_table, rows_of, select_rows
@@ -30,7 +31,6 @@ ADAPTERS = {
     "trackio": "TrackioTracker",
     "mlflow": "MLflowTracker",
 }
-HELD_OUT = "eval/score"
 
 
 class Trackers:
@@ -44,12 +44,12 @@ class Trackers:
         adapters: Mapping[str, Tracker],
         run: TrackedRun,
         store: RunStore,
-        config: RunConfig | ControlConfig,
+        config: RunConfig | ControlConfig | RewardModelTraining,
         note: Callable[[str], None],
     ) -> None:
         self._adapters, self._run, self._store, self._note = adapters, run, store, note
         self._threads: list[TrackerThread] = []
-        self._steps, self._evaluated_every = config.steps, config.evaluation.every
+        self._steps = config.steps
         self._reported: set[str] = set()
         self._ended = False
 
@@ -59,8 +59,8 @@ class Trackers:
     def __exit__(self, *_: object) -> None:
         self._end(Ending(None))
 
-    def begin(self, before: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Start the trackers: log the evaluation before training and, in a resumed run, missing steps up to `step`.
+    def begin(self, before: Mapping[str, float], step: int) -> None:
+        """Start the trackers: log the metrics before training and, in a resumed run, missing steps up to `step`.
 
         Raises:
             MachineError: if the folder for them cannot be created.
@@ -69,7 +69,7 @@ class Trackers:
             with faults_of(self._run.folder):
                 self._run.folder.mkdir(exist_ok=True)
         self._threads = [TrackerThread(name, adapter, self._run) for name, adapter in self._adapters.items()]
-        first = Step(0, _finite({HELD_OUT: before[0]["score"]}))
+        first = Step(0, _finite(before))
         for thread in self._threads:
             thread.log(_from_folder(first, self._store, step, self._steps))
 
@@ -82,11 +82,11 @@ class Trackers:
             thread.log([Step(record.step, _finite(record.metrics), lambda: rows)])
         self._report()
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Log the evaluation after training and the summary, and wait for the trackers."""
-        step, after = summary["steps"], summary["evaluations"][0]["after"]["score"]
-        measured = self._evaluated_every and step % self._evaluated_every == 0  # then it is among the step's metrics
-        self._end(Ending(summary, None if measured else Step(step, _finite({HELD_OUT: after}))))
+    def finish(self, summary: Mapping[str, Any], after: Mapping[str, float]) -> None:
+        """Log the metrics after training and the summary, and wait for the trackers."""
+        recorded = read_metrics(self._store.run_dir)[-1:] if self._threads else []
+        measured = any(after.keys() <= record.keys() for record in recorded)  # among the metrics of the last step
+        self._end(Ending(summary, None if measured else Step(summary["steps"], _finite(after))))
 
     def _end(self, ending: Ending) -> None:
         if self._ended:
@@ -110,7 +110,7 @@ class Trackers:
 
 
 def open_trackers(
-    config: RunConfig | ControlConfig, store: RunStore, recipe: str, note: Callable[[str], None]
+    config: RunConfig | ControlConfig | RewardModelTraining, store: RunStore, recipe: str, note: Callable[[str], None]
 ) -> Trackers:
     """The trackers of a run, which begin with it.
 

@@ -5,8 +5,11 @@
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { assign, h, keyed, put, say, uniqueId } from "./dom.js";
+import { roundEnds } from "./format.js";
 import { theme } from "./theme.js";
 
+const STEPS = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2500, 5e3, 1e4, 2e4, 25e3, 5e4, 1e5, 2e5, 25e4, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9]; // distances of ticks
+const SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 432800];
 const SYNC = "watch"; // all charts share one cursor
 const PER_LINE = 4; // uPlot series of a line: low, high, raw, mean
 export const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2, 1, 2, 1, 2], [12, 4]];
@@ -31,11 +34,12 @@ export class Chart {
   }
 
   build(logarithmic) {
-    const { title, unit, definition } = this.texts;
+    const { title, definition } = this.texts;
     const headingId = uniqueId("chart");
     this.readout = h("dl", { class: "readout" });
     this.at = h("span", { class: "at" });
-    this.info = h("div", { class: "definition", id: uniqueId("definition"), hidden: true }, definition);
+    this.info = h("div", { class: "definition", id: uniqueId("definition"), hidden: true }, definition,
+      h("p", {}, "Save as ", h("button", { type: "button", class: "plain", on: { click: () => this.savePicture() } }, "PNG"), " ", h("button", { type: "button", class: "plain", on: { click: () => this.saveNumbers() } }, "CSV")));
     const toggle = h("button", {
       type: "button", class: "tiny", "aria-expanded": "false", "aria-controls": this.info.id, "aria-label": `What is ${title}?`,
       on: { click: () => toggle.setAttribute("aria-expanded", String((this.info.hidden = !this.info.hidden) === false)) },
@@ -48,7 +52,7 @@ export class Chart {
     this.table = h("div", { class: "numbers", role: "region", tabIndex: 0, "aria-label": `Numbers: ${title}`, hidden: true });
     this.el = h("figure", { class: "chart", data: { metric: this.key } },
       h("figcaption", {},
-        h("div", { class: "chart-head" }, h("h4", { id: headingId }, title), h("span", { class: "unit" }, unit), this.at, this.logButton, toggle),
+        h("div", { class: "chart-head" }, h("h4", { id: headingId }, title), this.at, this.logButton, toggle),
         this.readout, this.info),
       this.plot, this.table);
   }
@@ -102,8 +106,8 @@ export class Chart {
       width, height: this.height, padding: [8, 10, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: (_, min, max) => this.zoom ?? (min === max ? [min - 1, max + 1] : [min, max]) }, y: this.log ? { distr: 3 } : { range: (_, min, max) => this.yRange(min, max) } },
       axes: [
-        { ...axis, size: 24, gap: 3, space: 60, values: (_, ticks) => ticks.map((t) => this.texts.writeX(t)), incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 2500, 5e3, 1e4, 2e4, 25e3, 5e4, 1e5, 2e5, 25e4, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9] },
-        { ...axis, size: 52, gap: 4, space: 28, ...(this.increments ? { incrs: this.increments } : {}), values: (_, ticks) => ticks.map((t, i) => (t === null ? null : this.texts.tick(t, Math.abs((ticks[i + 1] ?? ticks[i - 1] ?? t) - t)))) },
+        { ...axis, size: 24, gap: 3, space: 60, values: (_, ticks) => ticks.map((t) => this.texts.writeX(t)), incrs: this.texts.fractions ? SECONDS : STEPS },
+        { ...axis, size: 48, gap: 4, space: 28, label: this.texts.unit, labelSize: 15, labelGap: 0, labelFont: axis.font, ...(this.increments ? { incrs: this.increments } : {}), values: (_, ticks) => ticks.map((t, i) => (t === null ? null : this.texts.tick(t, Math.abs((ticks[i + 1] ?? ticks[i - 1] ?? t) - t)))) },
       ],
       series: [{}, ...this.lines.flatMap((line, i) => this.seriesOf(line, this.wantsPoints.split(",")[i] === "true"))],
       bands: this.lines.flatMap((line, i) => {
@@ -138,18 +142,15 @@ export class Chart {
   }
 
   yRange(min, max) {
-    if (min === null || max === null) return [0, 1];
+    if (min === null || max === null || (min === 0 && max === 0)) return [0, 1];
     for (const { low: bottom, high: top } of this.lines.flatMap((line) => line.whiskers ?? [])) {
       min = Math.min(min, bottom ?? min);
       max = Math.max(max, top ?? max);
     }
-    const spread = max - min || Math.abs(max) || 1;
-    const share = this.ceiling !== null && max <= this.ceiling && min >= (this.floor ?? -Infinity);
-    let low = min - 0.08 * spread;
-    let high = max + 0.1 * spread;
-    if (min >= 0 && (low < 0 || min < 0.35 * max)) low = 0;
-    if (share && high > this.ceiling) high = this.ceiling + 0.03 * (this.ceiling - low);
-    return [low, high];
+    if (min >= 0 && (min < 0.35 * max || this.lines.some((line) => line.area))) min = 0;
+    const [low, high] = roundEnds(min, max);
+    const atTop = this.ceiling !== null && max <= this.ceiling && high >= this.ceiling;
+    return [low, atTop ? this.ceiling + 0.03 * (this.ceiling - low) : high]; // so that a line at 100 % is seen whole
   }
 
   onSelect(u) {
@@ -157,6 +158,13 @@ export class Chart {
     const range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
     u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     this.on.range?.(range);
+  }
+
+  // Another horizontal axis: {xLabel, writeX, fractions}; the numbers follow.
+  setAxis(texts) {
+    Object.assign(this.texts, texts);
+    this.u?.destroy();
+    this.u = null;
   }
 
   setZoom(range) {
@@ -247,6 +255,35 @@ export class Chart {
     put(this.table, h("table", {}, h("caption", {}, `${title}${unit ? `, in ${unit}` : ""}`), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, xLabel), heads)), h("tbody", {}, rows.reverse())));
   }
 
+  // Saves the curves with the title and the names of the runs.
+  savePicture() {
+    if (!this.u) return;
+    const drawn = this.u.ctx.canvas;
+    const [unit, head] = [devicePixelRatio, (this.lines.length > 1 ? 46 : 28) * devicePixelRatio];
+    const canvas = h("canvas", { width: drawn.width, height: drawn.height + head });
+    const context = canvas.getContext("2d");
+    const write = (text, x, y, colour, weight) => {
+      context.fillStyle = theme.colour(colour);
+      context.font = `${weight} ${12 * unit}px ui-sans-serif, system-ui, sans-serif`;
+      context.fillText(text, x, y);
+      return x + context.measureText(text).width + 12 * unit;
+    };
+    context.fillStyle = theme.colour("--panel");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    write(this.texts.title, 8 * unit, 18 * unit, "--ink", 600);
+    if (this.lines.length > 1) this.lines.reduce((x, line) => write(line.label, x, 36 * unit, line.colour, 400), 8 * unit);
+    context.drawImage(drawn, 0, head);
+    canvas.toBlob((blob) => save(blob, `${fileName(this.key)}.png`));
+  }
+
+  // Saves the numbers of the curves as a table.
+  saveNumbers() {
+    const quoted = (text) => `"${String(text).replace(/"/g, '""')}"`;
+    const rows = this.x.map((x, i) => [x, ...this.lines.map((line) => (line.shown ?? line.mean)[i] ?? "")].join(","));
+    const head = [this.texts.xLabel, ...this.lines.map((line) => line.label)].map(quoted).join(",");
+    save(new Blob([[head, ...rows, ""].join("\n")], { type: "text/csv" }), `${fileName(this.key)}.csv`);
+  }
+
   resize(width) {
     if (this.plot.hidden || !width) return;
     if (!this.u) this.rebuild();
@@ -262,4 +299,12 @@ export class Chart {
     this.u?.destroy();
     this.u = null;
   }
+}
+
+const fileName = (key) => key.replace(/[^\w.-]+/g, "-");
+
+function save(blob, name) {
+  const address = URL.createObjectURL(blob);
+  h("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60000);
 }

@@ -10,10 +10,11 @@ export class Findings {
     this.reveal = reveal;
     this.summary = h("p", { class: "hint" });
     this.list = h("ul", { class: "findings" });
-    this.el = h("section", { class: "panel", "aria-labelledby": "diagnosis" }, h("h2", { id: "diagnosis" }, "Diagnosis"), this.summary, this.list);
+    this.el = h("section", { class: "panel", "aria-labelledby": "diagnosis" }, (this.heading = h("h2", { id: "diagnosis" }, "Diagnosis")), this.summary, this.list);
   }
 
-  set({ findings = [], available = true, step = 0 } = {}) {
+  set({ findings = [], available = true, step = 0 } = {}, run = "") {
+    say(this.heading, run ? `Diagnosis of ${run}` : "Diagnosis");
     const sorted = [...findings].sort((a, b) => (a.severity === b.severity ? 0 : a.severity === "problem" ? -1 : 1));
     this.summary.className = available && !findings.length && step ? "all-well" : "hint";
     say(this.summary, !available ? "Nothing can be said yet." : findings.length ? `${count(findings.length, "finding")} in ${count(step, "step")}.` : step ? `Nothing found in ${count(step, "step")}.` : "The checks begin with the first step.");

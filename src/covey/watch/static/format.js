@@ -61,11 +61,13 @@ export const count = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? 
 
 // Round ends of an axis around numbers: (-0.038, 0.79) as [-0.2, 0.8].
 export function roundEnds(low, high) {
-  const rough = (high - low || Math.abs(high) || 1) / 4;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const same = high - low <= 1e-8 * size; // numbers that differ by less are drawn in the middle
+  const rough = (same ? size || 1 : high - low) / 5;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 2.5, 5].find((each) => each * power >= rough * 0.999) ?? 10);
   const end = (value, round) => +(round(+(value / step).toFixed(6)) * step).toPrecision(12);
-  return [end(low, Math.floor), low === high ? end(low, Math.floor) + step : end(high, Math.ceil)];
+  return same ? [end(low, Math.floor) - step, end(high, Math.ceil) + step] : [end(low, Math.floor), end(high, Math.ceil)];
 }
 
 // True if an estimate has an interval: a single score and equal ones have none, because their spread is not known.
@@ -85,6 +87,7 @@ export function vocabulary(run) {
     language,
     kind,
     measure: language ? kind : `${kind} ${run?.config?.environment?.id ?? ""}`.trim(), // runs of the same measure share an axis
+    fragments: run?.config?.rollouts?.kind === "fragments", // then rewards and lengths are those of fragments, not of episodes
     decision: language ? "token" : "action",
     cut: language ? "cut" : "at the time limit", // which for an agent is often the best that it can do
     score: kind === "accuracy" ? percent : number,
@@ -115,7 +118,7 @@ export function tickWriter(unit, words) {
     const size = Math.abs(value);
     if (size >= 1e6) return `${minus(String(+(value / 1e6).toPrecision(3)))}M`;
     if (size >= 1e4) return `${minus(String(+(value / 1e3).toPrecision(3)))}k`;
-    if (size !== 0 && size < 1e-3) return minus(value.toExponential(0));
+    if (size !== 0 && size < 1e-3) return minus(value.toExponential(Math.max(0, Math.floor(Math.log10(size)) - Math.floor(Math.log10(step || size) + 1e-9))));
     return minus(String(+value.toPrecision(6)));
   };
 }

@@ -7,6 +7,7 @@
 //   keys            shortcuts and their list                 plain_text    model output as text, never as markup
 //
 //   runs_list       the runs, and which are laid over        run_head      name, state, progress and views of a run
+//   runs_table      the runs in a table that can be sorted
 //   overview        result + findings + curves               result        before and now, with intervals
 //   findings        the diagnosis                            curves        sections of charts with one cursor and zoom
 //   chart           one uPlot, its readout and its table     metric_store  downsampled numbers, smoothing, alignment
@@ -30,6 +31,7 @@ import { Rollouts } from "./rollouts.js";
 import { router } from "./router.js";
 import { RunHead, VIEW_NAMES, viewsOf } from "./run_head.js";
 import { MAX_SHOWN, RunsList } from "./runs_list.js";
+import { RunsTable } from "./runs_table.js";
 import { Search } from "./search.js";
 import { startTheme, theme } from "./theme.js";
 
@@ -41,6 +43,8 @@ const head = new RunHead();
 const place = h("div", { class: "view" });
 const trouble = h("p", { class: "trouble", role: "alert", hidden: true });
 const list = new RunsList(byId("runs"));
+const table = new RunsTable(list);
+list.onDraw = () => table.el.isConnected && table.draw();
 const announce = (text) => say(byId("announcer"), text);
 
 let view = null; // the shown view, and of what it is
@@ -50,6 +54,7 @@ let detail = null; // of the shown run
 async function show(route, before, scroll = null) {
   closeMenu();
   list.draw();
+  if (route.view === "runs") return showTable(before);
   if (!route.run) return home(route);
   try {
     if (route.run !== shown.run || !detail) detail = withPace(await api.run(route.run));
@@ -82,6 +87,17 @@ async function open(kind, route, before) {
 async function updateView(route) {
   head.update(detail, { ...route, view: shown.view });
   await view.update(route);
+}
+
+function showTable(before) {
+  view?.destroy?.();
+  view = null;
+  shown = { view: null, run: null };
+  main.replaceChildren(trouble, table.el);
+  table.draw();
+  document.title = `Runs \u00b7 covey ${report ? "report" : "watch"}`;
+  if (before) table.el.querySelector("h1").focus({ preventScroll: true });
+  return null;
 }
 
 function home() {
@@ -182,7 +198,7 @@ function closeMenu() {
 function openMenu() {
   const opened = document.body.classList.toggle("menu-open");
   byId("menu").setAttribute("aria-expanded", String(opened));
-  byId("runs").querySelector("[aria-current], a")?.focus();
+  byId("runs").querySelector(".run-list [aria-current], .run-list a")?.focus();
 }
 
 function nextTheme() {
@@ -207,7 +223,7 @@ async function start() {
   startKeys({
     help: () => help.showModal(),
     theme: nextTheme,
-    runs: () => (getComputedStyle(byId("menu")).display === "none" ? byId("runs").querySelector("[aria-current], a")?.focus() : openMenu()),
+    runs: () => (getComputedStyle(byId("menu")).display === "none" ? byId("runs").querySelector(".run-list [aria-current], .run-list a")?.focus() : openMenu()),
     zoom: () => router.go({ params: { zoom: null } }),
     search: () => (view?.searchField ? view.searchField().focus() : detail && viewsOf(detail).includes("search") && router.go({ view: "search", params: {}, keep: false })),
     view: (number) => detail && viewsOf(detail)[number - 1] && router.go({ view: viewsOf(detail)[number - 1], params: {}, keep: false }),
@@ -223,7 +239,7 @@ async function start() {
 // A report says what it is and what it leaves out; of one run it has no list.
 function dressReport() {
   say(byId("product"), "report");
-  say(byId("connection"), report.title);
+  say(byId("connection"), report.title === list.first()?.name ? "" : report.title);
   document.body.classList.add("report");
   document.body.classList.toggle("alone", list.ids().length === 1);
   byId("main").after(h("footer", { class: "hint" }, `Written by covey ${report.version} on ${report.written}. The curves have fewer points than steps if the run is long; of rollouts and held-out answers a part is shown, and long texts are cut. Everything is in the run folders: covey watch, covey show, covey runs export.`));

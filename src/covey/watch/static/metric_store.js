@@ -17,6 +17,7 @@ export class RunNumbers {
     const answer = await api.metrics(this.id, names, POINTS, signal);
     const same = answer.steps.length === this.steps.length && answer.steps.every((step, i) => step === this.steps[i]);
     this.steps = answer.steps;
+    this.firstSteps = answer.first_steps ?? answer.steps;
     this.lastStep = answer.last_step ?? answer.steps.at(-1) ?? 0;
     this.series = same ? { ...this.series, ...answer.series } : this.merged(answer.series);
   }
@@ -27,7 +28,14 @@ export class RunNumbers {
   }
 
   x(axis) {
+    if (axis === "seconds") return this.seconds();
     return axis === "step" ? this.steps : (this.series[axis]?.mean ?? []);
+  }
+
+  // The time that the steps up to each point have taken, without evaluations.
+  seconds() {
+    let sum = 0;
+    return this.steps.map((step, i) => (sum += (this.series["time/step"]?.mean[i] ?? 0) * (step - this.firstSteps[i] + 1)));
   }
 
   // The last step with a value of a metric.
@@ -36,13 +44,14 @@ export class RunNumbers {
     return at < 0 ? null : this.steps[at];
   }
 
-  // A metric of these numbers with a value at step 0, where an estimate of it is known: that of the policy before training.
-  from(name, estimate) {
+  // A metric of these numbers with the estimates of it before training, at step 0, and after the last step; null: unknown.
+  withEnds(name, before, after) {
     const own = this.series[name];
-    if (!own || !estimate || estimate.score === null) return this;
-    const first = (column, value) => column && [value, ...column];
-    const series = { mean: first(own.mean, estimate.score), low: first(own.low, estimate.score), high: first(own.high, estimate.score) };
-    return { series: { [name]: series }, x: () => [0, ...this.steps] };
+    if (!own) return this;
+    const first = before ? [before.score] : [];
+    const ended = (column) => column && [...first, ...column.map((value, i) => (after && i === column.length - 1 ? (value ?? after.score) : value))];
+    const series = { mean: ended(own.mean), low: ended(own.low), high: ended(own.high) };
+    return { series: { [name]: series }, x: (axis) => [...first.map(() => 0), ...this.x(axis)] };
   }
 }
 

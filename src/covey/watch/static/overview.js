@@ -70,7 +70,7 @@ export class Overview {
   async loadFindings() {
     const found = await api.diagnosis(this.detail.id).catch(() => null);
     if (!found) return;
-    this.findings.set(found);
+    this.findings.set(found, this.details.length > 1 ? this.detail.name : "");
     this.curves?.setFindings(found.findings ?? []);
   }
 

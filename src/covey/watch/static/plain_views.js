@@ -63,7 +63,7 @@ export class Config {
     const defaults = new Map(flat(this.detail.defaults));
     const shown = flat(this.detail.config).filter(([name, value]) => name !== "run_dir" && (!wanted || `${name} ${value}`.toLowerCase().includes(wanted)));
     const [usual, changed] = [true, false].map((same) => shown.filter(([name, value]) => (defaults.get(name) === value) === same));
-    this.changed.fill(changed.map(([name, value]) => [name, value, defaults.get(name) ?? "\u2013"]));
+    this.changed.fill(changed.map(([name, value]) => [name, value, defaults.get(name) || "\u2013"]));
     this.usual.fill(usual);
     this.rest.hidden = !usual.length;
     if (wanted) this.rest.open = true;

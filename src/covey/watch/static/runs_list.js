@@ -16,7 +16,7 @@ export class RunsList {
     this.filter = h("input", { type: "search", placeholder: "Filter runs", "aria-label": "Filter runs", on: { input: () => this.draw() } });
     this.list = h("ul", { class: "run-list" });
     this.note = h("p", { class: "hint" });
-    element.append(h("div", { class: "runs-head" }, h("h2", {}, "Runs"), this.filter), this.list, this.note);
+    element.append(h("div", { class: "runs-head" }, h("h2", {}, "Runs"), (this.table = h("a", { href: "#/runs/" }, "as a table")), this.filter), this.list, this.note);
   }
 
   set(runs, root) {
@@ -50,6 +50,8 @@ export class RunsList {
     const wanted = this.filter.value.trim().toLowerCase();
     this.filter.hidden = this.runs.size < 8;
     const shown = [...this.runs.values()].filter((run) => !wanted || `${run.name} ${run.recipe} ${run.state}`.toLowerCase().includes(wanted));
+    this.table.hidden = this.runs.size < 2;
+    this.onDraw?.();
     keyed(this.list, shown, (run) => run.id, (run) => this.row(run), (element, run) => this.update(element, run, { chosen, others, view }));
   }
 

@@ -24,13 +24,24 @@ export const TIME_TOTAL = "time/step";
 // Curves that may be read on a logarithmic axis.
 export const LOGARITHMIC = /^(grad_norm|kl|kl\/.*|loss\/value|mismatch\/(mean|kl)|learning_rate|time\/.*|memory\/.*|decisions_per_second)$/;
 
-// Assigns names of metrics to sections, in the order of the glossary, with each section's first ones in front.
-export function arrange(names) {
-  const left = new Set(names);
+// The key of a chart is the name of its metric; where runs differ in what it means, a line with the meaning follows.
+export const chartKey = (name, meaning) => (meaning ? `${name}\n${meaning}` : name);
+export const nameOf = (key) => key.split("\n")[0];
+
+// What a metric means in a run: numbers of different measures, or of tokens and of actions, do not share an axis.
+export function meaningOf({ name, unit = "" }, words) {
+  if (words.fragments && /^(reward|length)\//.test(name)) return "fragments";
+  if (/^(reward|score|eval)(\/|$)/.test(name)) return words.measure;
+  return /decision/.test(unit) || name.startsWith("length/") ? `${words.decision}s` : "";
+}
+
+// Assigns keys of charts to sections, in the order of the glossary, with each section's first ones in front.
+export function arrange(keys) {
+  const left = new Set(keys);
   return SECTIONS.map((section) => {
-    const mine = [...left].filter(section.has);
-    mine.forEach((name) => left.delete(name));
-    const first = (section.first ?? []).filter((name) => mine.includes(name));
-    return { ...section, names: [...first, ...mine.filter((name) => !first.includes(name))] };
-  }).filter((section) => section.names.length);
+    const mine = [...left].filter((key) => section.has(nameOf(key)));
+    mine.forEach((key) => left.delete(key));
+    const first = (section.first ?? []).flatMap((name) => mine.filter((key) => nameOf(key) === name));
+    return { ...section, keys: [...first, ...mine.filter((key) => !first.includes(key))] };
+  }).filter((section) => section.keys.length);
 }

@@ -9,15 +9,6 @@ from functools import partial
 from covey.config import RunConfig
 from covey.config.fields import plural
 from covey.config.planning import DevicesConfig, check_planned_ranks, memory_size
-from covey.experiment.cluster.communication import (
-    Passes,
-    Traffic,
-    gather_seconds,
-    handover_seconds,
-    sharded_traffic,
-    whole_weights_traffic,
-)
-from covey.experiment.cluster.throughput import TrainerSpeed, computing_seconds, evaluations_of_a_token
 from covey.experiment.plan import (
     COLUMN_WIDTH,
     NAME_WIDTH,
@@ -41,6 +32,15 @@ from covey.llm.memory.estimate import (
 )
 from covey.llm.memory.rank_memory import predict_sharded, rollout_bytes, without_sampling
 from covey.runtime.optimizer import LARGEST_REPLICA, fits_replicated, replica_bytes
+from covey_cluster.communication import (
+    Passes,
+    Traffic,
+    gather_seconds,
+    handover_seconds,
+    sharded_traffic,
+    whole_weights_traffic,
+)
+from covey_cluster.throughput import TrainerSpeed, computing_seconds, evaluations_of_a_token
 
 REPLICATED, SHARDED, SHARDED_EXACT = "replicated", "FSDP2", "FSDP2, exact"
 MOST_RANKS = 4096

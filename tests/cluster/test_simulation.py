@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.random import Generator, Philox
 
 from covey.config import ConfigError
-from covey.experiment.cluster import simulation
-from covey.experiment.cluster.lengths import LogNormalLengths, RecordedLengths
-from covey.experiment.cluster.servers import MeasuredSpeed, RooflineSpeed, Server
-from covey.experiment.cluster.simulation import (
+from covey_cluster import simulation
+from covey_cluster.lengths import LogNormalLengths, RecordedLengths
+from covey_cluster.servers import MeasuredSpeed, RooflineSpeed, Server
+from covey_cluster.simulation import (
     ONE_AHEAD,
     SYNCHRONOUS,
     Cluster,

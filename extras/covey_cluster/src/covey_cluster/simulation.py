@@ -23,8 +23,8 @@ from typing import NamedTuple
 from numpy.random import Generator, Philox
 
 from covey.config import ConfigError
-from covey.experiment.cluster.lengths import Lengths
-from covey.experiment.cluster.servers import Server, Speed
+from covey_cluster.lengths import Lengths
+from covey_cluster.servers import Server, Speed
 
 MOST_EVENTS = 3_000_000
 CRASHES = 1 << 63  # key of the random numbers that choose servers; those of lengths are keyed by the group

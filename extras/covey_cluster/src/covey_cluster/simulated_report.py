@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.config.planning import SimulationConfig
-from covey.experiment.cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
-from covey.experiment.cluster.rank_report import RankPlanner
-from covey.experiment.cluster.simulation import (
+from covey.llm.memory.estimate import decoded_rows, largest_group, token_bytes
+from covey_cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
+from covey_cluster.rank_report import RankPlanner
+from covey_cluster.simulation import (
     ONE_AHEAD,
     SYNCHRONOUS,
     Cluster,
@@ -19,8 +20,7 @@ from covey.experiment.cluster.simulation import (
     fifo,
     simulate,
 )
-from covey.experiment.cluster.throughput import ServerPlan, plan_server
-from covey.llm.memory.estimate import decoded_rows, largest_group, token_bytes
+from covey_cluster.throughput import ServerPlan, plan_server
 
 HEADER = (
     f"{'samplers':<10}{'schedule':<20}{'tokens/s':>10}{'seconds':>9}{'trainer':>9}{'samplers':>10}{'age':>6}{'lost':>7}",

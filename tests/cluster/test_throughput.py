@@ -7,18 +7,18 @@ import torch
 
 from covey.config import ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.planning import DevicesConfig, SimulationConfig
-from covey.experiment.cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
-from covey.experiment.cluster.rank_report import REPLICATED, SHARDED, RankPlanner
-from covey.experiment.cluster.throughput import (
+from covey.experiment.plan import Place
+from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
+from covey.llm.memory.estimate import adapter_parameters, microbatches_of_shard
+from covey_cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
+from covey_cluster.rank_report import REPLICATED, SHARDED, RankPlanner
+from covey_cluster.throughput import (
     TrainerSpeed,
     computing_seconds,
     evaluations_of_a_token,
     passes_of_a_token,
     plan_server,
 )
-from covey.experiment.plan import Place
-from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
-from covey.llm.memory.estimate import adapter_parameters, microbatches_of_shard
 
 BILLION = 10**9
 DEVICES = DevicesConfig(node_link=100.0, network_link=10.0, weights_link=4.0, device_tflops=1000.0, flops_use=0.5)

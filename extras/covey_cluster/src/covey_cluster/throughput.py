@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from covey.config import ConfigError, RunConfig
 from covey.config.planning import DevicesConfig, SimulationConfig
-from covey.experiment.cluster.communication import GIGA, Traffic
-from covey.experiment.cluster.servers import RooflineSpeed
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import token_bytes
+from covey_cluster.communication import GIGA, Traffic
+from covey_cluster.servers import RooflineSpeed
 
 FORWARD, BACKWARD = 2, 4  # FLOPs of a weight and a token
 MOST_SLOTS = 128
