@@ -22,7 +22,7 @@ from covey.config import (
 from covey.config.model_sources import ModelKind, find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.rules import validate
-from covey.experiment import run as runs
+from covey.experiment import job
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import run
 from covey.llm.memory.dimensions import find_model_config
@@ -61,7 +61,7 @@ def start(config: RunConfig, monkeypatch=None, *, stop_after: int | None = None)
         return train_step(*arguments)
 
     monkeypatch.setattr("covey.train.loop.train_step", counting)
-    monkeypatch.setattr(runs, "stop_requests", lambda say: _Stops(lambda: len(taken) >= stop_after))
+    monkeypatch.setattr(job, "stop_requests", lambda say: _Stops(lambda: len(taken) >= stop_after))
     result = run(config, task=Arithmetic(digits=(1,)), rewards=[share_of_digits])
     monkeypatch.undo()
     return result

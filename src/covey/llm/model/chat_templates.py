@@ -179,7 +179,7 @@ def begin(setup: Message) -> tuple[Message, Callable[[Message], Message]]:
     """The service of a worker, which limits its memory."""
     used = _virtual_bytes()
     if used:
-        limit_resources(AS=used + MEMORY_BYTES, CORE=0)
+        limit_resources(RLIMIT_AS=used + MEMORY_BYTES, RLIMIT_CORE=0)
     return {}, _answer
 
 

@@ -42,7 +42,9 @@ from covey.llm.model.pretrained import (
     build,
     cached_folder,
     check_causal,
+    do_not_fit,
     download,
+    misfits,
     read_config,
     read_generation_config,
     read_tokenizer,
@@ -91,15 +93,15 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=device)
         merge_adapter(adapter.model)
         return loaded
-    described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+    described = _describe(source, model_folder(source), name)
     with _weights(source, described) as tensors:
-        module, misfits = build(type(described.module), described.config, tensors, dtype, name)
+        module, unfit = build(type(described.module), described.config, tensors, dtype, name)
     if source.kind is ModelKind.CHECKPOINT:
         assert source.origin is not None
         load_checkpoint_weights(module, source.origin, "optimizer", "start from that run's model/")
         _load_buffers(module, described.folder)
-    elif misfits:
-        raise ConfigError(_do_not_fit(name, misfits))
+    elif unfit:
+        raise do_not_fit(name, unfit)
     if described.generation is not None and module.can_generate():
         module.generation_config = described.generation
     module.name_or_path = module.config.name_or_path = str(described.folder)
@@ -158,6 +160,10 @@ def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Desc
     return Description(folder, config, module, tokenizer, generation, weights)
 
 
+def _describe(source: ModelSource, folder: Path, name: str) -> Description:
+    return describe_model(folder, name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+
+
 def check_model_files(name: str) -> None:
     """Check tokenizer and config of a model, without reading its weights, downloading or converting it.
 
@@ -169,7 +175,7 @@ def check_model_files(name: str) -> None:
         read_gguf_config(source.path)
     folder = cached_folder(name) if source.kind is ModelKind.HUB else source.description
     if folder is not None:
-        describe_model(folder, name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+        _describe(source, folder, name)
 
 
 def find_skeleton(name: str) -> PreTrainedModel | None:
@@ -205,7 +211,7 @@ def load_chat(name: str) -> tuple[Chat, PreTrainedConfig]:
         ConfigError: as `load_model`, for a fault of the config or the tokenizer.
     """
     source = locate_model(resolve_checkpoint(name))
-    described = describe_model(model_folder(source), name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+    described = _describe(source, model_folder(source), name)
     end_ids = end_ids_of(described.config, described.generation, described.tokenizer)
     embedding: Any = described.module.get_input_embeddings()
     return Chat(described.tokenizer, end_ids, len(embedding.weight)), described.config
@@ -286,20 +292,9 @@ def _check_count(module: nn.Module, weights: WeightFiles, name: str) -> None:
     if needed <= weights.numbers:
         return
     shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
-    absent = sorted(shapes.keys() - weights.shapes.keys())
-    others = sorted(key for key in shapes.keys() & weights.shapes.keys() if shapes[key] != weights.shapes[key])
-    misfits = [f"{needed:,} numbers are needed, its files hold {weights.numbers:,}"]
-    for what, keys in (("missing from its files", absent), ("of another shape than its config.json says", others)):
-        if keys:
-            misfits.append(f"{len(keys)} {'weight is' if len(keys) == 1 else 'weights are'} {what} ({keys[0]})")
-    raise ConfigError(_do_not_fit(name, misfits))
-
-
-def _do_not_fit(name: str, misfits: list[str]) -> str:
-    return (
-        f"model {name}: its weights and its config.json do not fit each other: {'; '.join(misfits)}: copy or download "
-        "both again"
-    )
+    others = {key for key in shapes.keys() & weights.shapes.keys() if shapes[key] != weights.shapes[key]}
+    few = f"{needed:,} numbers are needed, its files hold {weights.numbers:,}"
+    raise do_not_fit(name, [few, *misfits(shapes.keys() - weights.shapes.keys(), others)])
 
 
 @torch.no_grad()
@@ -381,14 +376,17 @@ def wrap_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     return _ready(module, tokenizer, str(module.name_or_path), name)
 
 
+def train_padding(module: nn.Module) -> None:
+    """Give the padding row of embeddings a gradient. In many models it is also the end token, which must be trained."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            part.padding_idx = None
+
+
 def _ready(module: PreTrainedModel, tokenizer: Any, source: str, name: str) -> LoadedModel:
     if not is_llama_like(module):  # Llama-like models are causal; in bf16 the trial takes seconds on some processors
         check_forward(module, name)
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            # torch gives the padding row of an embedding no gradient. In many models it is also the end token,
-            # whose embedding would then not be trained.
-            part.padding_idx = None
+    train_padding(module)
     try:
         end_ids = end_ids_of(module.config, module.generation_config, tokenizer)
     except ConfigError as error:

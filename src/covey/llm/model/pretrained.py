@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -148,15 +148,31 @@ def build(
             **SAFELY,
         )
     module, info = loaded
-    misfits = []
-    for what, keys in (
-        ("missing from its files", info["missing_keys"]),
-        ("of another shape than its config.json says", {entry[0] for entry in info["mismatched_keys"]}),
-        ("in its files, but not in its architecture", info["unexpected_keys"]),
-    ):
-        if keys:
-            misfits.append(f"{len(keys)} {'weight is' if len(keys) == 1 else 'weights are'} {what} ({min(keys)})")
-    return module, [*misfits, *map(str, info["error_msgs"])]
+    others = {entry[0] for entry in info["mismatched_keys"]}
+    found = misfits(info["missing_keys"], others, info["unexpected_keys"])
+    return module, [*found, *map(str, info["error_msgs"])]
+
+
+def misfits(missing: Collection[str], others: Collection[str], unexpected: Collection[str] = ()) -> list[str]:
+    """One text for each kind of mismatch between the names of weights and an architecture."""
+    kinds = (
+        ("missing from its files", missing),
+        ("of another shape than its config.json says", others),
+        ("in its files, but not in its architecture", unexpected),
+    )
+    return [
+        f"{len(names)} {'weight is' if len(names) == 1 else 'weights are'} {what} ({min(names)})"
+        for what, names in kinds
+        if names
+    ]
+
+
+def do_not_fit(model: str, found: Sequence[str]) -> ConfigError:
+    """The error for weights that are not those of the config, with the mismatches."""
+    return ConfigError(
+        f"model {model}: its weights and its config.json do not fit each other: {'; '.join(found)}: copy or download "
+        "both again"
+    )
 
 
 def trunk_class(config: PreTrainedConfig, model: str) -> type[PreTrainedModel]:

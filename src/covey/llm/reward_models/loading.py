@@ -27,8 +27,8 @@ from covey.llm.model.architecture import is_llama_like, vocabulary_of
 from covey.llm.model.chat import Chat
 from covey.llm.model.files import check_config, check_tokenizer_files, read_model_config, read_weight_files, reading
 from covey.llm.model.fused_layers import fuse
-from covey.llm.model.loading import check_tokenizer, check_weights, load_model, model_folder
-from covey.llm.model.pretrained import build, cached_folder, read_config, read_tokenizer
+from covey.llm.model.loading import check_tokenizer, check_weights, load_model, model_folder, train_padding
+from covey.llm.model.pretrained import build, cached_folder, do_not_fit, read_config, read_tokenizer
 from covey.llm.reward_models.model import RewardModel, head_of, read_scale
 from covey.llm.reward_models.trial import longest_sequence, padding_is_inert, shares_prompts
 
@@ -97,9 +97,7 @@ def wrap_classifier(
     _set_padding(module, chat.tokenizer, is_new=is_new)
     check_tokenizer(chat.tokenizer, module, name)
     check_weights(module, name)
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            part.padding_idx = None  # which would have no gradient, and may be the end token too
+    train_padding(module)
     with reading(f"model {name}: it cannot be evaluated", "choose another model"):
         longest = longest_sequence(module)
     shares = shares_prompts(module)
@@ -179,12 +177,9 @@ def _load_classifier(
         )
     skeleton = _skeleton(config, kind, name)
     with weights.open() as tensors:
-        module, misfits = build(type(skeleton), config, tensors, dtype, name)
-    if misfits:
-        raise ConfigError(
-            f"model {name}: its weights and its config.json do not fit each other: {'; '.join(misfits)}: copy or "
-            "download both again"
-        )
+        module, unfit = build(type(skeleton), config, tensors, dtype, name)
+    if unfit:
+        raise do_not_fit(name, unfit)
     module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
     embedding: Any = module.get_input_embeddings()
     chat = Chat(read_tokenizer(folder, name), frozenset(), len(embedding.weight))

@@ -53,7 +53,7 @@ def _limit_resources() -> None:
     if MARK not in os.environ:
         return
     with contextlib.suppress(ValueError, OSError):
-        limit_resources(AS=MOST_MEMORY_BYTES, CORE=0, FSIZE=0, NPROC=0)
+        limit_resources(RLIMIT_AS=MOST_MEMORY_BYTES, RLIMIT_CORE=0, RLIMIT_FSIZE=0, RLIMIT_NPROC=0)
 
 
 from reasoning_gym import factory  # noqa: E402 -- it starts threads, which the limits would forbid

@@ -35,7 +35,7 @@ def begin(setup: Message) -> tuple[Message, Callable[[Message], Message]]:
     """The service of a worker: loads the function `setup["load"]`, with a limit of `memory_mib` if it is not 0."""
     function = load_function(setup["load"])
     if setup["memory_mib"]:
-        limit_resources(AS=setup["memory_mib"] << 20, FSIZE=0, CORE=0)
+        limit_resources(RLIMIT_AS=setup["memory_mib"] << 20, RLIMIT_FSIZE=0, RLIMIT_CORE=0)
     return {}, partial(_answer, function)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, RewardConfig, RunningTotalConfig
 from covey.config.fields import plural
 from covey.data import Start
-from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
+from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem
 
 CHOICES_OF_OPERATORS = 200  # after which a task without negative answers is refused as impossible
 DRAWS_OF_NUMBERS = 100  # for one choice of operators, before the next choice
@@ -18,7 +18,7 @@ DRAWS_OF_NUMBERS = 100  # for one choice of operators, before the next choice
 Products = list[tuple[int, list[int]]]  # sign and factors of every term
 
 
-class Arithmetic(GeneratedTask):
+class Arithmetic(GeneratedTask[ArithmeticConfig]):
     """Questions like "What is 47 + 38?".
 
     Number of terms, digits of each operand and each operator are drawn evenly from their lists. A number of d digits
@@ -33,11 +33,8 @@ class Arithmetic(GeneratedTask):
     """
 
     name = "arithmetic"
+    config_type = ArithmeticConfig
     default_rewards = (RewardConfig(name="numeric"),)
-
-    def __init__(self, **fields: Any) -> None:
-        """Takes the fields of ArithmeticConfig."""
-        self.config = checked(ArithmeticConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
         for _ in range(CHOICES_OF_OPERATORS):
@@ -107,7 +104,7 @@ def _number(rng: random.Random, digits: int) -> int:
     return rng.randrange(10 ** (digits - 1), 10**digits)
 
 
-class Countdown(GeneratedTask):
+class Countdown(GeneratedTask[CountdownConfig]):
     """Solvable problems: the target is the value of a random expression over all the given numbers.
 
     Every intermediate result of that expression is a whole number and not negative; the target is at most ten times
@@ -121,11 +118,8 @@ class Countdown(GeneratedTask):
     """
 
     name = "countdown"
+    config_type = CountdownConfig
     default_rewards = (RewardConfig(name="countdown"),)
-
-    def __init__(self, **fields: Any) -> None:
-        """Takes the fields of CountdownConfig."""
-        self.config = checked(CountdownConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
         for _ in range(GIVE_UP_AFTER):
@@ -181,7 +175,7 @@ EXAMPLES: tuple[tuple[int, tuple[Change, ...]], ...] = (
 )
 
 
-class RunningTotal(GeneratedTask):
+class RunningTotal(GeneratedTask[RunningTotalConfig]):
     """Questions like "7 - 4 + 9 + 5 step by step", answered with one line per step: "7 - 4 = 3", "3 + 9 = 12", ...
 
     Made for comparing process with outcome supervision: every line has one right total, independent of the lines before
@@ -195,11 +189,12 @@ class RunningTotal(GeneratedTask):
     """
 
     name = "running_total"
+    config_type = RunningTotalConfig
     default_rewards = (RewardConfig(name="numeric"),)
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of RunningTotalConfig."""
-        self.config = checked(RunningTotalConfig, fields)
+        super().__init__(**fields)
         self._examples = tuple(
             (_question(start, changes), "\n".join(_lines(start, changes)))
             for start, changes in EXAMPLES[: self.config.examples]

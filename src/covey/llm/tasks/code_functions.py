@@ -141,7 +141,7 @@ class Function:
         return _program(expression)
 
 
-class CodeFunctions(GeneratedTask):
+class CodeFunctions(GeneratedTask[CodeFunctionsConfig]):
     """Requests like "Write a Python function solve(x) that returns the last item of the list x."
 
     Columns: `tests` has the hidden cases (`args`, `expected`), `entry_point` the function's name, `answer` a right
@@ -157,11 +157,12 @@ class CodeFunctions(GeneratedTask):
     """
 
     name = "code_functions"
+    config_type = CodeFunctionsConfig
     default_rewards = (RewardConfig(name="code"),)
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of CodeFunctionsConfig."""
-        self.config = checked(CodeFunctionsConfig, fields)
+        super().__init__(**fields)
         self._examples = tuple(
             (_question(phrase), _fenced(_program(expression)))
             for phrase, expression in EXAMPLES[: self.config.examples]

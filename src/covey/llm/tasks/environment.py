@@ -94,7 +94,7 @@ def _without(training: list[Row], held_out: list[Row]) -> Data:
     return Data(kept, held_out, overlap=len(training) - len(kept))
 
 
-class GuessNumberTask(GeneratedTask):
+class GuessNumberTask(GeneratedTask[GuessNumberConfig]):
     """Numbers to guess, for the environment `guess_number`, which pays the reward.
 
     The columns are those of the environment: `secret`, `highest`, `guesses`.
@@ -103,11 +103,8 @@ class GuessNumberTask(GeneratedTask):
     """
 
     name = "guess_number"
+    config_type = GuessNumberConfig
     default_rewards: tuple[RewardConfig, ...] = ()
-
-    def __init__(self, **fields: Any) -> None:
-        """Takes the fields of GuessNumberConfig."""
-        self.config = checked(GuessNumberConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
         highest, guesses = self.config.highest, self.config.guesses
@@ -120,7 +117,7 @@ class GuessNumberTask(GeneratedTask):
         )
 
 
-class MazeTask(GeneratedTask):
+class MazeTask(GeneratedTask[MazeConfig]):
     """Random mazes with a way to the exit, for the environment `maze`, which pays the reward.
 
     A maze has `size` x `size` places; about a quarter of them are walls. The shortest way from the start to the exit
@@ -131,11 +128,12 @@ class MazeTask(GeneratedTask):
     """
 
     name = "maze"
+    config_type = MazeConfig
     default_rewards: tuple[RewardConfig, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of MazeConfig."""
-        self.config = checked(MazeConfig, fields)
+        super().__init__(**fields)
         if self.config.moves < self.config.size:
             raise ConfigError(
                 f"task.moves is {self.config.moves}, but the way to the exit has at least {self.config.size} steps "
@@ -171,7 +169,7 @@ _QUESTIONS = {
 }
 
 
-class Lookup(GeneratedTask):
+class Lookup(GeneratedTask[LookupConfig]):
     """Questions about towns that do not exist, so that a model must search their descriptions.
 
     The columns are `documents`, the name of each town -> its description, and `answer`, a number.
@@ -180,11 +178,8 @@ class Lookup(GeneratedTask):
     """
 
     name = "lookup"
+    config_type = LookupConfig
     default_rewards = (RewardConfig(name="numeric"),)
-
-    def __init__(self, **fields: Any) -> None:
-        """Takes the fields of LookupConfig."""
-        self.config = checked(LookupConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
         towns: dict[str, dict[str, int]] = {}

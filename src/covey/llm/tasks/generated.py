@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.fields import check_fields
@@ -44,11 +44,16 @@ def is_held_out(key: str) -> bool:
     return stable_hash("side", key) % HELD_OUT_ONE_IN == 0
 
 
-class GeneratedTask(ABC):
+class GeneratedTask(ABC, Generic[Config]):
     """A task that generates its problems; implements `covey.data.Task`."""
 
     name: str
+    config_type: type[Config]
     default_rewards: tuple[RewardConfig, ...]
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields of `config_type`."""
+        self.config = checked(self.config_type, fields)
 
     @abstractmethod
     def problem(self, rng: random.Random) -> Problem:

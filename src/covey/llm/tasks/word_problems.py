@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from covey.config import RewardConfig, WordProblemsConfig
 from covey.config.fields import plural
-from covey.llm.tasks.generated import GeneratedTask, Problem, checked
+from covey.llm.tasks.generated import GeneratedTask, Problem
 
 NAMES = (
     "Amara", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jomo", "Kira", "Liam", "Mei", "Nadia",
@@ -90,7 +89,7 @@ STORIES = (
 )
 
 
-class WordProblems(GeneratedTask):
+class WordProblems(GeneratedTask[WordProblemsConfig]):
     """Stories whose every intermediate result is a whole number and not negative.
 
     The numbers in the text are between 2 and `largest`; results may be larger. The column `solution` has the steps
@@ -104,11 +103,8 @@ class WordProblems(GeneratedTask):
     """
 
     name = "word_problems"
+    config_type = WordProblemsConfig
     default_rewards = (RewardConfig(name="numeric"),)
-
-    def __init__(self, **fields: Any) -> None:
-        """Takes the fields of WordProblemsConfig."""
-        self.config = checked(WordProblemsConfig, fields)
 
     def problem(self, rng: random.Random) -> Problem:
         story = rng.choice(STORIES)

@@ -240,9 +240,9 @@ def end_with_parent() -> None:
 
 
 def limit_resources(**limits: int) -> None:
-    """Set limits by their names in `resource`, such as AS=1 << 30; one that is lower stays."""
+    """Set limits by their names in `resource`, such as RLIMIT_AS=1 << 30; a lower hard limit stays."""
     for name, limit in limits.items():
-        number = getattr(resource, f"RLIMIT_{name}")
+        number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
         most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(number, (most, most))

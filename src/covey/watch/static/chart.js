@@ -103,7 +103,7 @@ export class Chart {
   options(width) {
     const axis = { stroke: () => theme.colour("--ink-3"), font: "11px ui-sans-serif, system-ui, sans-serif", grid: { stroke: () => theme.colour("--line"), width: 1 }, ticks: { stroke: () => theme.colour("--line"), width: 1, size: 4 } };
     return {
-      width, height: this.height, padding: [8, 10, 0, 0], legend: { show: false },
+      width, height: this.height, padding: [8, 18, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: (_, min, max) => this.zoom ?? (min === max ? [min - 1, max + 1] : [min, max]) }, y: this.log ? { distr: 3 } : { range: (_, min, max) => this.yRange(min, max) } },
       axes: [
         { ...axis, size: 24, gap: 3, space: 60, values: (_, ticks) => ticks.map((t) => this.texts.writeX(t)), incrs: this.texts.fractions ? SECONDS : STEPS },

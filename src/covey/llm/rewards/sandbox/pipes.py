@@ -6,12 +6,11 @@ import contextlib
 import os
 import select
 import selectors
-import signal
 import time
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from covey.runtime.worker.child import one_printable_line
+from covey.runtime.worker.child import ending, one_printable_line
 
 MOST_STDERR_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 2000
@@ -121,9 +120,7 @@ class Pipes:
         """How the process ended, for the user."""
         code = self.process.poll()
         if code is not None and (code > 128 or code < 0):
-            number = code - 128 if code > 0 else -code
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            return f"was killed by {name}"
+            return ending(128 - code if code > 0 else code)
         return (code and self.last_line()) or f"ended with exit code {code}"
 
     def _write_stdin(self) -> None:

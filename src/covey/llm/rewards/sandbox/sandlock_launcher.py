@@ -18,7 +18,7 @@ from typing import IO, Any
 from covey.llm.rewards.sandbox import sandlock_process
 from covey.llm.rewards.sandbox.pipes import is_readable
 from covey.llm.rewards.sandbox.session import END_SECONDS, SandboxFailure
-from covey.runtime.worker import child as worker
+from covey.runtime.worker import child
 
 ATTEMPTS = 2  # the launcher may have been killed since the last program
 
@@ -72,7 +72,7 @@ class Launcher:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [sandlock_process.__file__, worker.__file__, str(theirs.fileno())]
+        arguments = [sandlock_process.__file__, child.__file__, str(theirs.fileno())]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-W", "ignore", *arguments],  # it warns of its own field gid
@@ -176,7 +176,7 @@ class SupervisedProgram:
         with contextlib.suppress(OSError):  # it has ended
             self.run.shutdown(socket.SHUT_WR)
         try:
-            self.wait(2 * worker.END_SECONDS)
+            self.wait(2 * child.END_SECONDS)
         except TimeoutError:
             if self.supervisor is not None:
                 os.kill(self.supervisor, signal.SIGKILL)

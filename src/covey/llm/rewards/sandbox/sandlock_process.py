@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -65,10 +64,7 @@ def _run(processes: ModuleType, settings: dict[str, Any], run: int) -> int:
     """Run the program; returns its exit code."""
     import sandlock
 
-    for name, number in settings["limits"].items():  # the program inherits them and cannot change them
-        hard = resource.getrlimit(getattr(resource, name))[1]
-        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        resource.setrlimit(getattr(resource, name), (number, number))
+    processes.limit_resources(**settings["limits"])  # the program inherits them and cannot change them
     program = sandlock.Sandbox(**settings["policy"]).popen(settings["command"])
 
     def await_the_run() -> None:
