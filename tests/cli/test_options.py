@@ -13,8 +13,7 @@ import pytest
 from covey.cli.main import main
 from covey.cli.options import OVERVIEW, parse
 from covey.config import ConfigError
-from covey.config.recipe import read_recipe
-from covey.config.recipe_files import packaged_recipes
+from covey.config.recipe import packaged_recipes, read_recipe
 
 COVEY = Path(sys.executable).with_name("covey")
 

@@ -20,8 +20,7 @@ from covey.config import (
     RunConfig,
 )
 from covey.config.fields import iter_fields
-from covey.config.recipe import config_from_dict, describe_fields, read_recipe
-from covey.config.recipe_files import PACKAGED_RECIPES, find_recipe
+from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, describe_fields, find_recipe, read_recipe
 from covey.config.recipe_writing import changes_to_toml, config_to_dict, config_to_toml
 from covey.config.rules import validate
 

@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError, ControlConfig, RunConfig
-from covey.config.foreign_names import FOREIGN_NAMES
+from covey.config.foreign_names import foreign_names
 from covey.config.recipe import describe_fields, read_recipe
 
 
@@ -20,19 +20,19 @@ LANGUAGE, CONTROL = fields_of(RunConfig), fields_of(ControlConfig)
 
 
 def test_every_name_leads_to_fields_that_exist_or_to_a_reason() -> None:
-    for name, found in FOREIGN_NAMES.items():
+    for name, found in foreign_names().items():
         assert set(found.fields) <= LANGUAGE | CONTROL, name
         assert found.fields or found.note, name
         own = {field.rpartition(".")[2] for field in LANGUAGE & CONTROL}
         assert name not in own, f"{name} is a field of both kinds of recipe"
-    assert len(FOREIGN_NAMES) > 100
+    assert len(foreign_names()) > 100
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["arithmetic_grpo", "cartpole_grpo"])
 def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
     known, answered = (LANGUAGE, CONTROL)[recipe.startswith("cartpole")], 0
-    for name, found in FOREIGN_NAMES.items():
+    for name, found in foreign_names().items():
         with pytest.raises(ConfigError) as caught:
             read_recipe(recipe, [f"--{name.replace('_', '-')}", "1"])
         line = str(caught.value)
@@ -43,7 +43,7 @@ def test_every_name_is_answered_on_the_command_line(recipe: str) -> None:
             here = [field for field in found.fields if field in known]
             assert all(field in line for field in here), line
             assert ("in recipes for" in line) == bool(found.fields and not here), line
-    assert answered == len(FOREIGN_NAMES)
+    assert answered == len(foreign_names())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from covey.config.token_text import HIDDEN, LARGEST_TOKEN, hide, token_in
+from covey.config.servers import HIDDEN, LARGEST_TOKEN, hide, token_in
 
 TOKENS = (
     "sk-proj-5d41402abc4b2a76b9719d911017c592", "a/b+c=d&e\"f'g\\h<i>j%k", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.T-_x",

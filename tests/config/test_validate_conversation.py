@@ -20,7 +20,7 @@ from covey.config import (
     SamplingConfig,
 )
 from covey.config.conversation import ADAPTERS, installed_environments
-from covey.config.named_code import named_code
+from covey.config.inputs import named_code
 from covey.config.named_modules import entry_points_of
 from covey.config.rules import validate
 from helpers import guessing

@@ -18,8 +18,8 @@ from covey.config import (
     RunConfig,
     UpdateConfig,
 )
+from covey.config.common import importance_cap
 from covey.config.recipe import read_recipe
-from covey.config.replay import importance_cap
 from covey.config.rules import validate
 from covey.experiment.build import build_algorithm, build_replay
 from covey.experiment.llm_components import build_llm_algorithm

@@ -21,7 +21,7 @@ from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.rules import validate
-from covey.config.token_file import default_token_file, own_token
+from covey.config.servers import default_token_file, own_token
 from helpers import size
 from helpers.pages import (
     EXAMPLES,

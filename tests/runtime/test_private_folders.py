@@ -10,7 +10,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config.files import make_folder
-from covey.config.token_file import own_token
+from covey.config.servers import own_token
 
 
 @pytest.fixture(autouse=True)

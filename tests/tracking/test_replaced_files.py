@@ -31,7 +31,7 @@ COMMANDS = (
     "runs {root}",
     "runs prune {root}",
     "diagnose {run}",
-    "runs export {run} --output {root}/out",
+    "runs export {run} {root}/out.jsonl",
     "report {run} --output {root}/page.html",
     "eval {run} --episodes 1",
 )

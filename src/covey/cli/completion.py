@@ -11,7 +11,7 @@ from argcomplete.completers import FilesCompleter
 from covey.cli.options import TAKE_FIELDS, Parser, build_parser, field_options
 from covey.config import TASK_CONFIGS, ControlConfig, RunConfig
 from covey.config.model_sources import EMBEDDED_MODELS
-from covey.config.recipe_files import packaged_recipes
+from covey.config.recipe import packaged_recipes
 
 FILES = (
     "path",

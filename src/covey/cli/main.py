@@ -35,14 +35,16 @@ from covey.config import (
 from covey.config.faults import machine_error, path_error
 from covey.config.fields import command, printable
 from covey.config.files import user_path
-from covey.config.named_code import named_code
+from covey.config.inputs import named_code
 from covey.config.recipe import (
+    describe_recipe,
+    find_recipe,
+    packaged_recipes,
     read_recipe,
     read_tables,
     root_of,
     training_command,
 )
-from covey.config.recipe_files import describe_recipe, find_recipe, packaged_recipes
 from covey.config.recipe_writing import changes_to_toml
 from covey.config.terminal import fitted, say
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched

@@ -25,8 +25,7 @@ from covey.cli.watch import add_watch_options
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
 from covey.config.fields import command, did_you_mean
 from covey.config.files import shortened
-from covey.config.recipe import describe_fields, split_overrides
-from covey.config.recipe_files import packaged_recipes
+from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
 from covey.config.terminal import fitted, width_of
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")

@@ -9,8 +9,7 @@ from covey.cli.field_help import field_line, field_options
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.files import user_path
-from covey.config.recipe import read_sft_recipe
-from covey.config.recipe_files import find_recipe
+from covey.config.recipe import find_recipe, read_sft_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
 from covey.llm.data.sft_examples import read_rows, split_examples
 from covey.runtime.interrupts import EXIT_CODE

@@ -43,8 +43,7 @@ from covey.config.fields import plural
 from covey.config.files import shortened, user_path
 from covey.config.machine import check_threads, processors
 from covey.config.plain_files import read_below
-from covey.config.recipe import read_recipe, split_overrides
-from covey.config.recipe_files import find_recipe
+from covey.config.recipe import find_recipe, read_recipe, split_overrides
 from covey.config.recipe_writing import config_to_dict, first_difference, task_name
 from covey.experiment.advice import Launch
 from covey.tracking.output import plain_console

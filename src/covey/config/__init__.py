@@ -14,6 +14,7 @@ from covey.config.common import (
     ConfigError,
     LossBase,
     MachineError,
+    ReplayConfig,
     RunBase,
     RunError,
     SamplerLost,
@@ -47,7 +48,6 @@ from covey.config.llm import (
 )
 from covey.config.lora import LoRAConfig
 from covey.config.model_sources import EMBEDDED_MODELS
-from covey.config.replay import ReplayConfig
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.sft import SFTConfig

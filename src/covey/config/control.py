@@ -10,12 +10,12 @@ from covey.config.common import (
     BY_GROUP,
     CheckpointConfig,
     LossBase,
+    ReplayConfig,
     RunBase,
     Table,
     UpdateBase,
     config_field,
 )
-from covey.config.replay import ReplayConfig
 
 GROUPED = ("episodes", "branches")  # kinds of rollouts that are compared within groups
 

@@ -7,11 +7,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.assignments import read_assignments
 from covey.config.common import ConfigError, Table, config_field
 from covey.config.fields import did_you_mean
-from covey.config.function_source import check_function_name
-from covey.config.named_modules import entry_points_of, find_module
+from covey.config.files import read_assignments
+from covey.config.named_modules import check_function_name, entry_points_of, find_module
 
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {  # name in a recipe -> module:class
     "calculator": "covey.llm.conversation.environments.calculator:Calculator",

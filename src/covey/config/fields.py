@@ -16,7 +16,7 @@ from typing import get_type_hints as uncached_type_hints
 
 from covey.config.common import ConfigError
 from covey.config.files import unusual_kind
-from covey.config.torchrun import torchrun_words
+from covey.config.machine import torchrun_words
 
 LARGEST_INTEGER = 2**31 - 1  # limit of an integer field that declares none
 LARGEST_NUMBER = 1e30  # limit of a field's absolute value, which fp32 can represent

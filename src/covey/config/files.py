@@ -9,7 +9,7 @@ import math
 import os
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +242,35 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_assignments(entries: Sequence[str], where: str, *, example: str, taken: Sequence[str]) -> dict[str, Any]:
+    """Name -> value of the entries.
+
+    Args:
+        entries: one assignment each.
+        where: name of the field, for messages.
+        example: two entries in Python syntax, for messages.
+        taken: names that covey sets itself.
+
+    Raises:
+        ConfigError: for an entry that is no TOML assignment, and for a name that is taken or there twice.
+    """
+    found: dict[str, Any] = {}
+    for entry in entries:
+        fault = ""
+        try:
+            pairs = parse_toml(entry.encode(), "it")
+        except ConfigError as error:
+            pairs, fault = {}, f" ({error})"
+        if len(pairs) != 1 or "\n" in entry or any(isinstance(value, dict) for value in pairs.values()):
+            raise ConfigError(
+                f"{where} has {shortened(entry)}: an option is a name and its value in TOML, {example}{fault}"
+            )
+        [(name, value)] = pairs.items()
+        if name in taken:
+            raise ConfigError(f"{where} has {name}, which covey sets itself: take it out")
+        if name in found:
+            raise ConfigError(f"{where} has {name} twice")
+        found[name] = value
+    return found

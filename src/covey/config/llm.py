@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.assignments import read_assignments
 from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import (
     BY_GROUP,
@@ -15,6 +14,7 @@ from covey.config.common import (
     ConfigError,
     Fault,
     LossBase,
+    ReplayConfig,
     RunBase,
     Table,
     UpdateBase,
@@ -22,9 +22,9 @@ from covey.config.common import (
 )
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
-from covey.config.function_source import check_function_name
+from covey.config.files import read_assignments
 from covey.config.lora import LoRAConfig
-from covey.config.replay import ReplayConfig
+from covey.config.named_modules import check_function_name
 from covey.config.rewards import RewardConfig
 from covey.config.sampler import SamplerConfig
 from covey.config.sft import SFTConfig

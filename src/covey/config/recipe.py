@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
-from covey.config.fields import command, describe_type, did_you_mean, get_type_hints, plain_type
-from covey.config.files import read_toml
+from covey.config.fields import command, describe_type, did_you_mean, did_you_mean_file, get_type_hints, plain_type
+from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.follow import follow
 from covey.config.foreign_names import answer
-from covey.config.recipe_files import find_recipe
 from covey.config.recipe_writing import plain, to_toml
 from covey.config.reward_models import REWARD_MODEL_ALGORITHM, RewardModelTraining
 from covey.config.rules import validate, validate_sft
@@ -376,3 +377,39 @@ def _describe(kind: Any, section: str) -> list[FieldHelp]:
         kind_text = " | ".join(choices) if choices and in_words == "text" else in_words
         rows.append(FieldHelp(section, item.name, kind_text, default, item.metadata["help"], item.metadata["advanced"]))
     return rows
+
+
+PACKAGED_RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe given as a path or as the name of a packaged one (also `recipes/NAME.toml`).
+
+    Raises:
+        ConfigError: if there is neither; lists the packaged recipes.
+    """
+    path = user_path(recipe)
+    name = path.stem if path.parent == Path("recipes") and path.suffix == ".toml" else str(recipe)
+    packaged = PACKAGED_RECIPES / f"{name}.toml"
+    if path.is_file():
+        return path
+    if name == Path(name).name and packaged.is_file():
+        return packaged
+    if path.is_dir():
+        raise ConfigError(f"{recipe} is a folder; name a recipe file, or continue a run with: covey train --resume")
+    if unusual_kind(path):
+        raise ConfigError(f"{recipe} is {unusual_kind(path)}; name a recipe file")
+    near = did_you_mean(name, packaged_recipes()) or did_you_mean_file(path)
+    raise ConfigError(f"there is no recipe {recipe}{near}; covey recipes lists the packaged ones")
+
+
+def packaged_recipes() -> list[str]:
+    """The names of the recipes that come with covey, sorted."""
+    return sorted(file.stem for file in PACKAGED_RECIPES.glob("*.toml"))
+
+
+def describe_recipe(name: str) -> str:
+    """The first clause of the comment that a packaged recipe begins with."""
+    lines = (PACKAGED_RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"; |\. |\.$", comment)[0]

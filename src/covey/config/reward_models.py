@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import TRACKERS, ConfigError, check_trackers, config_field
+from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -95,7 +95,7 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelTraining(RewardModelConfig):
+class RewardModelTraining(Table, RewardModelConfig):
     """The config of a run of `covey reward-model train`."""
 
     data: str = config_field("", "file of the training data")

@@ -13,15 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.addresses import is_this_machine, parse_address, public_address
 from covey.config.builtin_rewards import BUILT_IN_REWARDS, PROCESS_MIB, BuiltInReward
 from covey.config.common import ConfigError, Fault, Table, config_field, refuse
 from covey.config.fields import missing_file, or_list
 from covey.config.files import parse_json, read_file, shortened, user_path
-from covey.config.function_source import check_function_name
 from covey.config.machine import processors
+from covey.config.named_modules import check_function_name
 from covey.config.reward_models import reward_model_fault
-from covey.config.token_text import LARGEST_TOKEN, token_in
+from covey.config.servers import is_this_machine, judge_token, parse_address, public_address
 
 LARGEST_PROMPT = 1 << 20  # bytes of judge_prompt_file
 SCRIPTS = (
@@ -443,19 +442,3 @@ def _secret_in_address(what: str) -> ConfigError:
         f"judge must be a plain address, and this one has {what}; an access token belongs in a file "
         "(judge_token_file) or an environment variable (judge_token_variable)"
     )
-
-
-def judge_token(variable: str, file: str) -> str:
-    """The token in an environment variable, or in a file if no variable is named.
-
-    Raises:
-        ConfigError: if there is none that can be sent in a header. The token is not in the message.
-        MachineError: if the file cannot be read.
-    """
-    source = f"the environment variable {variable}" if variable else file
-    content = os.environb.get(os.fsencode(variable), b"") if variable else read_file(Path(file), 2 * LARGEST_TOKEN)
-    if not (token := token_in(content)):
-        raise ConfigError(
-            f"{source} holds no token: one word of at most {LARGEST_TOKEN:,} printable ASCII characters is needed"
-        )
-    return token

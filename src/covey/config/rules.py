@@ -19,6 +19,7 @@ from covey.config.common import (
     ConfigError,
     Default,
     Fault,
+    importance_cap,
     refuse,
 )
 from covey.config.control import ControlConfig
@@ -26,11 +27,10 @@ from covey.config.fields import check_fields, command, get_type_hints, or_list, 
 from covey.config.llm import RunConfig, check_shards, largest_divisor
 from covey.config.machine import check_threads, refuse_above
 from covey.config.model_sources import locate_model
-from covey.config.replay import importance_cap
 from covey.config.rewards import RewardConfig, check_reward
+from covey.config.servers import default_token_file, read_token
 from covey.config.sft import SAMPLES, SFT_ALGORITHM
 from covey.config.tasks import TASK_CONFIGS, EnvironmentTaskConfig
-from covey.config.token_file import default_token_file, read_token
 
 Config = RunConfig | ControlConfig
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from covey.config.addresses import is_local, parse_address
 from covey.config.common import ConfigError, Fault, Table, config_field
 from covey.config.files import shortened, user_path
-from covey.config.token_file import read_token
+from covey.config.servers import is_local, parse_address, read_token
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.config.addresses import is_this_machine
 from covey.config.common import ConfigError
 from covey.config.files import user_path
-from covey.config.token_file import default_token_file, own_token, read_token
+from covey.config.servers import default_token_file, is_this_machine, own_token, read_token
 
 
 @dataclass(frozen=True)

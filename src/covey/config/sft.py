@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from covey.config.common import ConfigError, Table, config_field
 from covey.config.data_paths import check_data
 from covey.config.files import user_path
-from covey.config.function_source import check_function_name
 from covey.config.model_sources import CONFIG_FILE
+from covey.config.named_modules import check_function_name
 
 SFT_ALGORITHM = "sft"  # the algorithm in the config.toml of a run of `covey sft`
 SFT_TABLE = "sft"

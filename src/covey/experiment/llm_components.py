@@ -16,8 +16,8 @@ from covey.algorithms.advantages import (
     process_return_to_go,
 )
 from covey.config import RunConfig, SelectionConfig
+from covey.config.common import importance_cap
 from covey.config.model_sources import find_origin
-from covey.config.replay import importance_cap
 from covey.core import kl
 from covey.data import ReferenceUpdater, Team
 from covey.experiment.adaptation import Adaptation

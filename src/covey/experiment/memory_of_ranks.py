@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from covey.config import ConfigError, RunConfig
-from covey.config.machine import memory_bytes
-from covey.config.torchrun import ranks_of_machine
+from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.data import Team
 from covey.experiment.plan import count_reward_models
 from covey.llm.memory.dimensions import find_model_config, read_dimensions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.llm import check_shards
-from covey.config.torchrun import world_size
+from covey.config.machine import world_size
 
 
 def own_rank() -> int:

@@ -18,9 +18,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.addresses import is_this_machine
 from covey.config.recipe import read_recipe
 from covey.config.rewards import check_reward
+from covey.config.servers import is_this_machine
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache

@@ -18,8 +18,7 @@ import httpx2
 from websockets.exceptions import ConnectionClosed, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from covey.config.addresses import is_local
-from covey.config.token_text import hide, token_in
+from covey.config.servers import hide, is_local, token_in
 from covey.llm.conversation.adapter import WrongEnvironment
 from covey.runtime.worker.child import one_printable_line
 

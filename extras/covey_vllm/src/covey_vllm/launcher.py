@@ -24,10 +24,9 @@ from covey.config.faults import path_error
 from covey.config.fields import command
 from covey.config.files import make_folder, user_path
 from covey.config.model_sources import ModelKind, locate_model
+from covey.config.servers import default_token_file, hide
 from covey.config.serving import ServeOptions, VllmOptions
 from covey.config.terminal import say
-from covey.config.token_file import default_token_file
-from covey.config.token_text import hide
 from covey.experiment.llm import build_machine
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import LoadedModel, load_model, model_folder, resolve_checkpoint

@@ -17,7 +17,7 @@ import httpx2
 import msgspec
 from msgspec import Struct
 
-from covey.config.token_text import hide
+from covey.config.servers import hide
 from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
 from covey.llm.remote import wire
 from covey.runtime.foreign_json import BadJson, read_json

@@ -27,10 +27,8 @@ from urllib.parse import urlsplit
 import httpx2
 
 from covey.config import ConfigError, MachineError, RewardConfig
-from covey.config.addresses import endpoint, is_this_machine
 from covey.config.files import make_folder, user_path
-from covey.config.rewards import judge_token
-from covey.config.token_text import hide
+from covey.config.servers import endpoint, hide, is_this_machine, judge_token
 from covey.llm.rewards.judge_score import ScoreReader
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner

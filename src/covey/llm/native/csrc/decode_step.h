@@ -1,6 +1,6 @@
 // One decoding step through all layers in one call, for few rows: AMX or AVX512-BF16 only.
 //
-// On other processors native_layers.py runs the linear layers with oneDNN and calls the other kernels one by one.
+// On other processors native_decoder.py runs the linear layers with oneDNN and calls the other kernels one by one.
 //
 // With few rows, reading weights dominates. They are prepacked once as tiles in the order in which they are read, and
 // prefetched; what follows a linear layer (bias, residual add, SwiGLU) is fused into it as an epilogue.
