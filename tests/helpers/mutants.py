@@ -163,7 +163,7 @@ def _all_but_code(folder: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if not name.endswith((".py", ".cpp", ".h", ".html", ".js", ".css", ".svg"))
+        if not name.endswith((".py", ".cpp", ".h", ".html", ".js", ".css", ".svg", ".toml"))
         and (name == "__pycache__" or Path(folder, name).is_file())
     ]
 
