@@ -95,7 +95,7 @@ def test_any_other_combination_is_refused(kind: str, credit: str, algorithm: str
     said = str(caught.value)
     assert "\n" not in said
     assert any(said.startswith(field) for field in ("rollouts.kind is", "loss.credit is", "algorithm is"))
-    assert "set " in said or "take it out, or choose" in said
+    assert "set " in said or "remove it, or choose" in said
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_any_other_combination_is_refused(kind: str, credit: str, algorithm: str
     [
         ("fragments", "outcome", "grpo", "set kind to 'episodes', or algorithm to 'ppo'"),
         ("branches", "outcome", "ppo", "set kind to 'fragments', or algorithm to 'grpo'"),
-        ("fragments", "reward_to_go", "ppo", "loss.credit is 'reward_to_go', but ppo already credits every action"),
-        ("episodes", "within_episode", "reinforce_pp", "loss.credit is 'within_episode', but reinforce_pp already"),
+        ("fragments", "reward_to_go", "ppo", "loss.credit is set, but not used with ppo: remove it, or choose grpo"),
+        ("episodes", "within_episode", "reinforce_pp", "loss.credit is set, but not used with reinforce_pp: remove it, or choose grpo"),
         ("branches", "within_episode", "rloo", "set credit to 'outcome', or kind to 'episodes'"),
     ],
 )
