@@ -275,7 +275,7 @@ def test_the_first_step_after_sampling_feels_no_kl_to_the_behavior(estimator):
     value, gradient = kl_of_loss(algorithm, batch)
     assert value == 0
     assert not gradient.any()
-    # and that is no approximation: the policies are one, where a divergence has its minimum
+    # and that is not an approximation: the policies are one, where a divergence has its minimum
     policy = ToyPolicy(seed=1)
     (with_old, _), old = ready(random_episodes(), algorithm), ToyPolicy(seed=1)
     algorithm.loss(policy.evaluate(with_old), with_old, 1.0).loss.backward()

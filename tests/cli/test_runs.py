@@ -70,7 +70,7 @@ MISTAKES = [
     (["runs", "--state", "finish"], r"must be running, .* or crashed \(is 'finish'\) \(did you mean 'finished'\?\)"),
     (["runs", "--sort", "age"], "argument --sort: invalid choice: 'age'"),
     (["runs", "--stat", "x"], r"unknown option '--stat' \(did you mean '--state'\?\)"),
-    (["runs", "export", "runs", "t.csv"], "runs is no run folder of covey: name one of its runs, such as runs/d"),
+    (["runs", "export", "runs", "t.csv"], "runs is not a covey run folder: name one of its runs, such as runs/d"),
     (["runs", "export", "runs/z", "t.csv"], "there is no run folder runs/z: covey runs lists the runs"),
     (["runs", "export", "runs/a", "t.xlsx"], "name a file that ends with .parquet, .jsonl or .csv"),
     (["runs", "export", "runs/a", "runs/a/config.toml"], "name a file that ends"),
@@ -87,7 +87,7 @@ MISTAKES = [
     (["show", "runs/a", "--held-out", "--step", "3"], "no held-out answers after step 3: there are some after 0, 2, 4"),
     (["report", "runs/a", "-o", "runs/a/config.toml"], "no report of covey, so it is not replaced"),
     (["report", "runs/a", "-o", "nowhere/x.html"], "there is no folder nowhere"),
-    (["report", "runs"], "runs is no run folder of covey"),
+    (["report", "runs"], "runs is not a covey run folder"),
     (["report"], "the following arguments are required: RUN"),
 ]  # fmt: skip
 

@@ -315,7 +315,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (replace(GOOD, model="/no/such/folder"), "there is no folder"),
         (replace(GOOD, model="model.gguf"), "there is no file model.gguf"),
         (replace(GOOD, model="smollm2-135"), "did you mean 'smollm2-135m'?"),
-        (replace(GOOD, model="two words"), "is no embedded model"),
+        (replace(GOOD, model="two words"), "is not an embedded model"),
         (replace(GOOD, model="/"), "has no config.json"),
     ],
 )

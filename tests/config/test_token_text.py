@@ -70,7 +70,7 @@ def test_no_form_of_a_token_is_left_in_a_text(token: str, encoding: str) -> None
 
 
 def test_the_rest_of_a_text_with_the_token_itself_remains() -> None:
-    assert hide("Bearer sk-123456 is no key, sk-123456!", "sk-123456") == "Bearer [token] is no key, [token]!"
+    assert hide("Bearer sk-123456 is not a key, sk-123456!", "sk-123456") == "Bearer [token] is not a key, [token]!"
 
 
 def test_texts_without_the_token_are_left_alone() -> None:

@@ -41,7 +41,7 @@ def test_an_iterative_run_has_one_reward_model_and_a_verifier(model: RewardConfi
 
 
 def test_fields_that_contradict_each_other(model: RewardConfig) -> None:
-    with pytest.raises(ConfigError, match=r"steps \(44\) is no multiple of iteration.steps \(10\).*set steps to 40"):
+    with pytest.raises(ConfigError, match=r"steps \(44\) is not a multiple of iteration.steps \(10\).*set steps to 40"):
         validate(config(model, VERIFIER, steps=44))
     with pytest.raises(ConfigError, match=r"reference.refresh_every is set.*remove it"):
         validate(config(model, VERIFIER, reference=ReferenceConfig(refresh_every=5)))
@@ -55,8 +55,8 @@ def test_fields_that_contradict_each_other(model: RewardConfig) -> None:
 
 def test_the_command_refuses_a_recipe_without_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["iterate", "arithmetic_grpo"]) == 2
-    assert "arithmetic_grpo is no iterative run: set iteration.steps" in capsys.readouterr().err
+    assert "arithmetic_grpo is not an iterative run: set iteration.steps" in capsys.readouterr().err
     assert main(["iterate", "cartpole_grpo"]) == 2
-    assert "cartpole_grpo is no iterative run" in capsys.readouterr().err
+    assert "cartpole_grpo is not an iterative run" in capsys.readouterr().err
     assert main(["iterate"]) == 2
     assert "name a recipe, such as: covey iterate my.toml" in capsys.readouterr().err

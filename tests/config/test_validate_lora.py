@@ -1,4 +1,4 @@
-"""Settings of adapters that have no effect or contradict others, and folders that are no adapters, are refused."""
+"""Settings of adapters that have no effect or contradict others, and folders that are not adapters, are refused."""
 
 from __future__ import annotations
 

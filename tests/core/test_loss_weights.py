@@ -16,7 +16,7 @@ EVERY = pytest.mark.parametrize("aggregation", [sequence_mean, token_mean, const
 
 
 def test_count_by_hand():
-    # the third row decided nothing, so it is no rollout
+    # the third row decided nothing, so it is not a rollout
     assert count(MASK) == Counts(rollouts=2, decisions=4)
 
 

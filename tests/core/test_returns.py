@@ -86,7 +86,7 @@ def test_discounted_sums_by_hand():
 
 
 def test_discounted_sums_step_over_what_was_not_decided():
-    # the decisions earned 1, 2 and 4: as above, for a gap is no time
+    # the decisions earned 1, 2 and 4: as above, for a gap is not a time
     found = discounted_returns(row(math.nan, 1, 7, 2, math.inf, 4, 9), decided(0, 1, 0, 1, 0, 1, 0), 0.5)
     assert found.tolist() == [[0, 3, 0, 4, 0, 4, 0]]
 
@@ -278,7 +278,7 @@ def test_explained_variance_by_hand():
 def test_explained_variance_of_what_is_known():
     returns, mask = row(1, 2, 4), decided(1, 1, 1)
     assert float(explained_variance(returns, returns, mask)) == 1.0
-    # a constant foresees nothing, and being wrong by the same everywhere is no fault of the variance
+    # a constant foresees nothing, and being wrong by the same everywhere is not a fault of the variance
     assert float(explained_variance(row(7, 7, 7), returns, mask)) == pytest.approx(0.0, abs=1e-15)
     assert float(explained_variance(returns + 5, returns, mask)) == pytest.approx(1.0)
     # worse than a constant: errors 2, 4, 8 have four times the variance

@@ -102,8 +102,8 @@ def test_colors_become_brackets() -> None:
         ({"id": DOORS, "actions": ["a", "A", "b"]}, "needs 3 different names"),
         ({"id": WORDS, "actions": ["a"]}, "take the option actions out"),
         ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are a Box"),
-        ({"id": "CartPole-v1"}, "the observations of CartPole-v1 are a Box, which is no text"),
-        ({"id": "helpers.text_envs:Pictures-v0"}, "which is no text"),
+        ({"id": "CartPole-v1"}, "the observations of CartPole-v1 are a Box, which is not text"),
+        ({"id": "helpers.text_envs:Pictures-v0"}, "which is not text"),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_one_line(options: dict[str, object], message: str) -> None:

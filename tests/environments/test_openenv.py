@@ -257,7 +257,7 @@ def test_an_access_token_that_is_missing_wrong_or_would_be_shown_is_refused(
 
 @pytest.mark.parametrize("other_server", ["no json", {"action": 3}, ["x"]], indirect=True)
 def test_a_server_of_another_kind_is_refused(other_server: CounterServer) -> None:
-    with pytest.raises(WrongEnvironment, match="is no OpenEnv server"):
+    with pytest.raises(WrongEnvironment, match="is not an OpenEnv server"):
         OpenEnv.prepare(url=other_server.url)
 
 

@@ -71,7 +71,7 @@ def test_a_finished_run_becomes_its_model(trained: Path, tmp_path: Path, capsys:
     ("model", "folder", "message"),
     [
         ("RUN@9", "new", "has no checkpoint step-00000009: it has step-00000002, step-00000003"),
-        ("nothing@3", "new", "'nothing@3' is no embedded model, folder, .gguf file or hub name"),
+        ("nothing@3", "new", "'nothing@3' is not an embedded model, folder, .gguf file or hub name"),
         ("RUN", "full", "full is there already, and is not replaced: name a new folder"),
         ("RUN", "file", "file is there already, and is not replaced: name a new folder"),
         ("RUN", "link", "link is there already, and is not replaced: name a new folder"),

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_exported_with_its_adapter(trained: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["export", "MODEL", "out", "--adapter"], "is no run with LoRA, so there is no adapter to export"),
+        (["export", "MODEL", "out", "--adapter"], "is not a run with LoRA, so there is no adapter to export"),
         (["export", "RUN", "out", "--adapter", "--gguf", "f32"], "leave out --adapter or --gguf"),
         (["sample", "RUN/adapter", "1+2"], "is an adapter (LoRA or another kind), no whole model: name its base"),
     ],

@@ -94,7 +94,7 @@ def test_no_prompt_with_a_right_and_a_wrong_completion(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_boundary_needs_no_step_reward(folder: Path) -> None:
-    """Steps are labelled, not paid, so the recipe that a training refuses is no mistake here."""
+    """Steps are labelled, not paid, so the recipe that a training refuses is not a mistake here."""
     (folder / "ends.py").write_text("def thirds(text):\n    return list(range(3, len(text), 3))\n")
     (folder / "split.toml").write_text(RECIPE + '[process]\nboundary = "ends.py:thirds"\n')
     output = folder / "steps.jsonl"

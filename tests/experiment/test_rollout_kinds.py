@@ -104,7 +104,12 @@ def test_any_other_combination_is_refused(kind: str, credit: str, algorithm: str
         ("fragments", "outcome", "grpo", "set kind to 'episodes', or algorithm to 'ppo'"),
         ("branches", "outcome", "ppo", "set kind to 'fragments', or algorithm to 'grpo'"),
         ("fragments", "reward_to_go", "ppo", "loss.credit is set, but not used with ppo: remove it, or choose grpo"),
-        ("episodes", "within_episode", "reinforce_pp", "loss.credit is set, but not used with reinforce_pp: remove it, or choose grpo"),
+        (
+            "episodes",
+            "within_episode",
+            "reinforce_pp",
+            "loss.credit is set, but not used with reinforce_pp: remove it, or choose grpo",
+        ),
         ("branches", "within_episode", "rloo", "set credit to 'outcome', or kind to 'episodes'"),
     ],
 )

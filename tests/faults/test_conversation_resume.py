@@ -123,7 +123,7 @@ def test_an_environment_that_is_not_repeatable_in_later_turns_is_noticed_after_a
 
 @pytest.mark.parametrize(
     ("environment", "message"),
-    [("Stubborn", "in a dry run: RuntimeError: never (guessing.py line"), ("Nothing", "Nothing is no environment")],
+    [("Stubborn", "in a dry run: RuntimeError: never (guessing.py line"), ("Nothing", "Nothing is not an environment")],
 )
 def test_an_environment_that_cannot_be_used_is_refused_before_the_model_is_loaded(folder, environment, message):
     code, output = covey(

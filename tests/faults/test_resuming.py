@@ -119,7 +119,7 @@ def test_a_run_folder_may_move(run_dir: Path, whole: Path, capsys: pytest.Captur
 @pytest.mark.slow
 def test_a_missing_config_is_written_anew(run_dir: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "config.toml").unlink()
-    assert "config.toml was missing; it is written anew from origin.json" in resume(run_dir, capsys)
+    assert "config.toml was missing; it is written again from origin.json" in resume(run_dir, capsys)
     assert_same_weights(run_dir, whole)
     assert (run_dir / "config.toml").is_file()
 

@@ -214,7 +214,7 @@ def test_large_batches_pass_through_the_pipe(grader):
         ("short", "a", "returned 1 results for 2 completions"),
         ("wants", "a", "asks for 'solution', but the data has only prompts, completions, completion_ids, answer"),
         ("missing", "a", "my_rewards.py has no function 'missing'"),
-        ("not_callable", "a", "my_rewards.py is no function"),
+        ("not_callable", "a", "my_rewards.py is not a function"),
     ],
 )
 def test_the_dry_run_turns_every_fault_into_a_config_error(grader, function, answer, why):

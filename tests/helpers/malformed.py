@@ -13,7 +13,7 @@ from typing import Any
 
 from helpers.forks import Case, Outcome
 
-Content = bytes | str | Callable[[Path], None]  # a callable makes what is no plain file
+Content = bytes | str | Callable[[Path], None]  # a callable makes what is not a plain file
 
 LANGUAGE = """
 steps = 2

@@ -424,7 +424,7 @@ ACCEPTED = {
 
 
 def paths() -> Iterator[Input]:
-    """What is no readable file or folder, at every place where one is named."""
+    """What is not a readable file or folder, at every place where one is named."""
     for name, (path, made) in PATHS.items():
         files: dict[str, Content] = {} if made is None else {path: made}
         if name == "below a file":

@@ -98,7 +98,7 @@ class Running:
     """`covey` in a process of its own, in the background; its standard output and error are one text.
 
     The process is a fork of one that has imported torch and covey and never did anything else, because an interpreter
-    that begins anew takes seconds for its imports.
+    that begins again takes seconds for its imports.
     """
 
     def __init__(

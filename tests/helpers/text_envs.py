@@ -59,7 +59,7 @@ class Doors(gymnasium.Env):
 
 
 class Pictures(Doors):
-    """Observations that are no text."""
+    """Observations that are not text."""
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,7 @@ WINDOWS = (
     "attention_window_size", "keep_window_size", "local_attention_window_len", "local_attn_chunk_length",
     "lsh_attn_chunk_length", "indexer_budget",
 )  # fmt: skip
-# Lists that a config makes anew from the number of layers.
+# Lists that a config makes again from the number of layers.
 BY_LAYER = (
     "layer_types", "mlp_layer_types", "full_attn_idxs", "layers_block_type", "hybrid_layer_ids", "per_layer_config",
     "indexer_types", "attention_layers", "attention_types", "architectures", "transformers_version", "_name_or_path",

@@ -60,7 +60,7 @@ def full_logits(sampler: LanguageSampler, prompt, actions) -> Tensor:
 @pytest.mark.sampled(2)
 @EVERY_PATH
 def test_prime_rl_697_temperature_applied_to_logprobs(packed):
-    # log_softmax(logits) / temperature is no distribution: its probabilities do not sum to 1
+    # log_softmax(logits) / temperature is not a distribution: its probabilities do not sum to 1
     sampler = make_sampler(packed=packed, temperature=0.5)
     (group,) = sampler.sample([Start(0, "12+34")], VOCABULARY, 1)
     for token, rollout in enumerate(group.rollouts):

@@ -248,7 +248,7 @@ def test_v10_the_probe_refuses_a_server_without_the_repair(tied_folder, scratch)
 
 
 def without_repair(scratch: Path) -> Path:
-    """An interpreter whose plugin does not pack the tied output layer anew, as vLLM's own engines do not."""
+    """An interpreter whose plugin does not pack the tied output layer again, as vLLM's own engines do not."""
     copy = scratch / "site" / "covey_vllm"
     shutil.copytree(ROOT / "extras" / "covey_vllm" / "src" / "covey_vllm", copy)
     engine = copy / "engine.py"

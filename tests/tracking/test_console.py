@@ -271,7 +271,7 @@ def test_small_writers() -> None:
 
 
 def scored(before: float, after: float, spread: float | None) -> dict[str, Any]:
-    """The summary of a run whose reward is no accuracy, with intervals of this half width, or of one problem."""
+    """The summary of a run whose reward is not an accuracy, with intervals of this half width, or of one problem."""
 
     def result(score: float) -> dict[str, Any]:
         ends = (None, None) if spread is None else (score - spread, score + spread)
@@ -363,7 +363,7 @@ def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
 def texts_of(draw: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tuple[str, Figure]:
     """Everything that is written in a picture, and the picture itself."""
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **settings: figures.append(figure))
     draw()
     found = [text for axes in figures[0].axes for text in axes.findobj(Text)]
     return "\n".join(text.get_text() for text in found), figures[0]

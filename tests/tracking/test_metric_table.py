@@ -1,4 +1,4 @@
-"""The columns of metrics.jsonl while a run writes it, resumes, or is made anew."""
+"""The columns of metrics.jsonl while a run writes it, resumes, or is made again."""
 
 from __future__ import annotations
 

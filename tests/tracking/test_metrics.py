@@ -51,7 +51,7 @@ def test_what_depends_on_the_clock_is_marked() -> None:
 
 def test_what_looks_dead_on_policy_is_called_healthy() -> None:
     for name in ("loss", "ratio/max", "clip/low", "clip/high"):
-        assert "no fault" in metrics.METRICS[name].healthy
+        assert "not a fault" in metrics.METRICS[name].healthy
 
 
 def test_every_row_has_four_cells() -> None:

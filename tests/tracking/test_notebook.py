@@ -1,4 +1,4 @@
-"""In a notebook a run is one output, drawn anew in its place: IPython's own shell and publisher, and a real kernel."""
+"""In a notebook a run is one output, drawn again in its place: IPython's own shell and publisher, and a real kernel."""
 
 from __future__ import annotations
 

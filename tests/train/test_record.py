@@ -162,7 +162,7 @@ def test_the_tokens_of_a_rollout_by_hand():
         updated_logprobs=pytest.approx(logprobs_of(UPDATED, made.rollouts[0]), abs=2e-6),  # type: ignore[arg-type]
     )
     assert second is not None
-    assert [len(column) for column in vars(second).values()] == [1] * 6  # padding is no token
+    assert [len(column) for column in vars(second).values()] == [1] * 6  # padding is not a token
 
 
 def test_undecided_tokens_have_a_text_and_no_number():

@@ -109,7 +109,7 @@ def test_what_was_learnt_long_ago_is_forgotten():
 
 
 def test_rewards_of_any_kind_are_compared_by_their_variance_within_groups():
-    """A large difference between groups is no signal."""
+    """A large difference between groups is not a signal."""
     rng = random.Random(2)
 
     def rewards_of(start):

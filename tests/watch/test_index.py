@@ -153,10 +153,10 @@ def test_it_follows_the_files(run: Path) -> None:
     assert places(run, text="later") == [(4, 0, 0)]
     for step in (3, 4):  # a resume takes steps back
         (run / "rollouts" / f"step_{step:06d}.jsonl").unlink()
-    write_step(run, 3, rollout(0, 1.0, "anew"))
+    write_step(run, 3, rollout(0, 1.0, "again"))
     assert places(run, text="pineapple") == []  # the changed file is not read at the old places
     built(run)
-    assert places(run, text="anew") == [(3, 0, 0)]
+    assert places(run, text="again") == [(3, 0, 0)]
     assert places(run, text="later") == []
     assert progress(run, path) == {"state": "ready", "files": 3, "indexed": 3, "texts": 3}
 

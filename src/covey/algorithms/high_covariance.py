@@ -21,7 +21,7 @@ class HighCovariance:
     section 4.2. By default nothing.
 
     The covariances are those of the policy that sampled, over all decisions of a step, and are computed once. The
-    paper's code computes them anew for every microbatch, so its choice depends on the size of a microbatch.
+    paper's code computes them again for every microbatch, so its choice depends on the size of a microbatch.
     """
 
     clip_fraction: float = 0.0  # Clip-Cov: fraction of the decisions that have no policy gradient; 0: off

@@ -144,8 +144,8 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
     config = read_recipe(arguments.recipe, fields)
     if arguments.command == "iterate" and training_command(config) != "iterate":
         raise ConfigError(
-            f"{arguments.recipe} is no iterative run: set iteration.steps to the number of training steps between two "
-            f"trainings of its reward model, or use {command('train', arguments.recipe)}"
+            f"{arguments.recipe} is not an iterative run: set iteration.steps to the number of training steps "
+            f"between two trainings of its reward model, or use {command('train', arguments.recipe)}"
         )
     if not own_rank():
         check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
@@ -200,7 +200,7 @@ def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     if arguments.recipe:
         print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
         return
-    width = shutil.get_terminal_size().columns  # as for --help, also if the output is no terminal
+    width = shutil.get_terminal_size().columns  # as for --help, also if the output is not a terminal
     for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
         names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
         longest = max(map(len, names))

@@ -79,7 +79,7 @@ def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
         say(
             f"the reliability diagram is in {picture}"
             if quality.reliability is not None
-            else "there is no reliability diagram, because the scores are no probabilities"
+            else "there is no reliability diagram, because the scores are not probabilities"
         )
 
 
@@ -94,9 +94,7 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{arguments.recipe} is a recipe for control, which has no reasoning steps: name another")
     if arguments.completer and arguments.data != "steps":
-        raise ConfigError(
-            f"--completer continues steps, and --data {arguments.data} needs no continuations: take it out"
-        )
+        raise ConfigError(f"--completer continues steps, and --data {arguments.data} needs no continuations: remove it")
     if arguments.completer:
         locate_model(arguments.completer)
     if isinstance(config.task, DatasetConfig):

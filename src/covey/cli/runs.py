@@ -19,7 +19,7 @@ from covey.tracking.output import plain_console
 ROOT = "runs"
 STATES = ("running", "finished", "stopped", "crashed")
 SORTED_BY = ("changed", "began", "name", "state", "step", "score", "change", "size")
-WIDE = 400  # columns of the table where the output is no terminal
+WIDE = 400  # columns of the table where the output is not a terminal
 EPILOG = """\
 A run is running while a process writes to it; finished; stopped (by Ctrl-C, or early) or crashed (killed, or ended by
 an error): both go on with covey train --resume RUN. The result is the held-out score before -> after training, with its
@@ -176,7 +176,7 @@ def named_run(name: str) -> Path:
         raise ConfigError(f"there is no run folder {name}: {command('runs')} lists the runs below {ROOT}/")
     inside = find_runs(folder)
     hint = f"name one of its runs, such as {inside[-1]}" if inside else f"{command('runs')} lists the runs"
-    raise ConfigError(f"{name} is no run folder of covey: {hint}")
+    raise ConfigError(f"{name} is not a covey run folder: {hint}")
 
 
 def find_named_runs(names: Sequence[str]) -> list[Path]:

@@ -382,7 +382,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
         if names.count(name) > 1:
             raise ConfigError(f"trackers has {name} twice: remove one")
         found = find_spec(name)
-        if found is None or found.origin is None:  # a folder of this name in the working folder is no package
+        if found is None or found.origin is None:  # a folder of this name in the working folder is not a package
             raise ConfigError(f'trackers: {name} needs a package: pip install "covey[{name}]"')
 
 

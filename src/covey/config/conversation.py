@@ -152,7 +152,7 @@ def with_conversation(config: Any, conversation: ConversationConfig | None) -> t
         ConfigError: if `conversation` is no `Conversation`.
     """
     if conversation is None or not is_dataclass(config) or isinstance(config, type):
-        return config, None  # `validate` refuses what is no config
+        return config, None  # `validate` refuses what is not a config
     if not isinstance(conversation, ConversationConfig):
         name = _name_of(conversation)
         raise ConfigError(f"conversation is {name}: give covey.Conversation({name}), with its limits if you like")

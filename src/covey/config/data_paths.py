@@ -53,7 +53,7 @@ def data_files(path: Path, name: str) -> list[Path]:
         raise ConfigError(f"{name} has several data sets; name one of them{': ' if inside else ''}{inside}")
     if not (path / STATE_FILE).is_file():
         raise ConfigError(
-            f"{name} is a folder without {STATE_FILE}, so it is no data set that datasets saved with save_to_disk; "
+            f"{name} is a folder without {STATE_FILE}, so it is not a data set that datasets saved with save_to_disk; "
             "name a file, or such a folder"
         )
     state = read_json(path / STATE_FILE)

@@ -44,7 +44,7 @@ _NAMED_CODE = re.compile(r"\(os error (\d+)\)|unable to \w+ .*file.*: .* \((\d+)
 
 
 def machine_error(error: BaseException, path: str | Path = "") -> MachineError | None:
-    """Convert `error` to a MachineError of one line; None if it is no fault of the machine.
+    """Convert `error` to a MachineError of one line; None if it is not a fault of the machine.
 
     Args:
         path: the file that was read or written, if the error itself does not name it.

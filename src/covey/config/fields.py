@@ -29,7 +29,7 @@ LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a lis
 
 @cache
 def get_type_hints(kind: Any) -> dict[str, Any]:
-    """`typing.get_type_hints`, cached because it evaluates every annotation anew."""
+    """`typing.get_type_hints`, cached because it evaluates every annotation again."""
     return uncached_type_hints(kind)
 
 
@@ -156,7 +156,7 @@ def check_text(text: str, where: str) -> None:
     if len(text) > LONGEST_TEXT:
         raise ConfigError(f"{where} has {len(text):,} characters: at most {LONGEST_TEXT:,} are read")
     if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
-        raise ConfigError(f"{where} holds characters that are no valid text: {text!r}")
+        raise ConfigError(f"{where} holds characters that are not valid text: {text!r}")
     if any(unicodedata.category(character) == "Cc" and character not in "\n\t" for character in text):
         raise ConfigError(f"{where} holds control characters: {text!r}; only line ends and tabs may be among them")
 
@@ -191,6 +191,6 @@ def did_you_mean_file(path: Path) -> str:
 
 
 def missing_file(path: Path, name: str) -> str:
-    """Message for a path that is no plain file: it is missing, a folder, a pipe or a device."""
+    """Message for a path that is not a plain file: it is missing, a folder, a pipe or a device."""
     kind = unusual_kind(path)
     return f"{name} is {kind}, no file" if kind else f"there is no file {name}{did_you_mean_file(path)}"

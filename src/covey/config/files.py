@@ -225,7 +225,7 @@ def _integer(digits: str) -> int:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON: write null or a number")
+    raise ValueError(f"{name} is not JSON: write null or a number")
 
 
 def _finite(digits: str) -> float:
@@ -254,7 +254,7 @@ def read_assignments(entries: Sequence[str], where: str, *, example: str, taken:
         taken: names that covey sets itself.
 
     Raises:
-        ConfigError: for an entry that is no TOML assignment, and for a name that is taken or there twice.
+        ConfigError: for an entry that is not a TOML assignment, and for a name that is taken or there twice.
     """
     found: dict[str, Any] = {}
     for entry in entries:
@@ -269,7 +269,7 @@ def read_assignments(entries: Sequence[str], where: str, *, example: str, taken:
             )
         [(name, value)] = pairs.items()
         if name in taken:
-            raise ConfigError(f"{where} has {name}, which covey sets itself: take it out")
+            raise ConfigError(f"{where} has {name}, which covey sets itself: remove it")
         if name in found:
             raise ConfigError(f"{where} has {name} twice")
         found[name] = value

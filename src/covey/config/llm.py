@@ -52,7 +52,7 @@ def check_stop(stop: Sequence[str]) -> None:
         if not text:
             raise ConfigError("sampling.stop has an empty string, which every text contains: remove it")
         if "\N{REPLACEMENT CHARACTER}" in text:
-            raise ConfigError("sampling.stop has U+FFFD, which stands for bytes that are no character: remove it")
+            raise ConfigError("sampling.stop has U+FFFD, which stands for bytes that are not a character: remove it")
     if len(set(stop)) != len(stop):
         raise ConfigError("sampling.stop has a string twice: remove one")
 

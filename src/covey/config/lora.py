@@ -89,7 +89,7 @@ def adapter_folder(name: str) -> Path:
     for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise ConfigError(
-                f"lora.adapter: {name} has no {file}, so it is no adapter in peft's format: name a folder with "
+                f"lora.adapter: {name} has no {file}, so it is not an adapter in peft's format: name a folder with "
                 f"{ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}, or a finished run with LoRA; of a checkpoint "
                 f"write it by {command('export', 'RUN@STEP', 'FOLDER', '--adapter')}"
             )
@@ -106,7 +106,7 @@ def resolved(lora: LoRAConfig) -> LoRAConfig:
     """The config with rank, alpha and targets of the adapter with which training begins, if there is one.
 
     Raises:
-        ConfigError: if that is no LoRA adapter that covey computes.
+        ConfigError: if that is not a LoRA adapter that covey computes.
     """
     return read_adapter_config(adapter_folder(lora.adapter), lora) if lora.adapter else lora
 
@@ -122,7 +122,7 @@ def read_adapter_config(folder: Path, lora: LoRAConfig) -> LoRAConfig:
     """`lora` with rank, alpha and targets of the adapter in a folder.
 
     Raises:
-        ConfigError: if it is no LoRA adapter that covey computes.
+        ConfigError: if it is not a LoRA adapter that covey computes.
     """
     path = folder / ADAPTER_CONFIG_FILE
     fields = read_json(path, strict=False)

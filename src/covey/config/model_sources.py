@@ -226,7 +226,7 @@ def _path_of(model: str) -> Path:
     """`model` as an absolute path without symbolic links, which need not exist; `RUN@STEP` is the path of a checkpoint.
 
     Raises:
-        ConfigError: if it is no valid path, or `RUN@best` of a run that has no best checkpoint.
+        ConfigError: if it is not a valid path, or `RUN@best` of a run that has no best checkpoint.
     """
     path = user_path(model, "model: ").resolve()
     match = RUN_AT_STEP.fullmatch(path.name)
@@ -281,7 +281,7 @@ def _check_model_folder(path: Path, model: str) -> None:
         raise ConfigError(f"model: name the GGUF file itself: {path / files[0]}")
     inside = sorted(file.parent for file in path.glob(f"*/{MODEL_CONFIG_FILE}"))
     hint = f"; the folder {inside[0]} has one" if inside else ""
-    raise ConfigError(f"model: the folder {model} has no {MODEL_CONFIG_FILE}, so it is no Hugging Face model{hint}")
+    raise ConfigError(f"model: the folder {model} has no {MODEL_CONFIG_FILE}, so it is not a Hugging Face model{hint}")
 
 
 def _check_gguf_name(path: Path, model: str) -> None:
@@ -307,4 +307,4 @@ def _check_hub_name(model: str) -> None:
         raise ConfigError(f"model: there is no folder {model}{did_you_mean_file(path)}")
     suggestion = did_you_mean(model.lower(), list(EMBEDDED_MODELS))
     if not HUB_NAME.fullmatch(model) or ("/" not in model and suggestion):
-        raise ConfigError(f"model: {model!r} is no embedded model, folder, .gguf file or hub name{suggestion}")
+        raise ConfigError(f"model: {model!r} is not an embedded model, folder, .gguf file or hub name{suggestion}")

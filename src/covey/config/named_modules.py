@@ -157,7 +157,7 @@ def check_function_name(function: str, where: str, kind: str = "function") -> No
         refuse_installed(path, where)
         _check_source(path, name, where, kind)
     elif os.sep in source:
-        raise ConfigError(f"{where}: {source} is no Python file; a file's name ends with .py")
+        raise ConfigError(f"{where}: {source} is not a Python file; a file's name ends with .py")
     else:
         _check_module(source, name, where, kind)
 
@@ -165,12 +165,12 @@ def check_function_name(function: str, where: str, kind: str = "function") -> No
 def _check_module(module: str, name: str, where: str, kind: str) -> None:
     """Look for a module as the function's process will."""
     if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{where}: {module!r} is no module's name, nor a Python file: a file's name ends with .py")
+        raise ConfigError(f"{where}: {module!r} is not a module's name, nor a Python file: a file's name ends with .py")
     first, found = module.partition(".")[0], find_module(module, where)
     if found is None:
         raise ConfigError(f"{where}: there is no module {first!r}; a file is named file.py:function")
     if first != module and found.submodule_search_locations is None:
-        raise ConfigError(f"{where}: {first!r} is no package, so there is no module {module!r}")
+        raise ConfigError(f"{where}: {first!r} is not a package, so there is no module {module!r}")
     if first == module and found.origin and found.origin.endswith(".py"):
         _check_source(Path(found.origin), name, where, kind)
 

@@ -38,7 +38,7 @@ def open_below(folder: Path, *parts: str) -> Iterator[BufferedReader]:
         parts: the names of the folders on the way and of the file. None of them may be a link.
 
     Raises:
-        Refused: for a link, a folder, a pipe, a device or a socket, and for a part that is no name.
+        Refused: for a link, a folder, a pipe, a device or a socket, and for a part that is not a name.
         OSError: if the file does not exist or cannot be read.
     """
     with _folder_below(folder, *parts[:-1]) as descriptor:
@@ -156,5 +156,5 @@ def _open(name: str, flags: int, folder: int, path: Path) -> int:
 
 def _checked(part: str) -> str:
     if part in ("", ".", "..") or "/" in part or "\0" in part:
-        raise Refused("that is no name of a file")
+        raise Refused("that is not a name of a file")
     return part

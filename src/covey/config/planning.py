@@ -80,7 +80,7 @@ def memory_size(text: str) -> int:
     """Bytes of a size such as 80GiB (2^30) or 80 GB (10^9).
 
     Raises:
-        ConfigError: for text that is no size.
+        ConfigError: for text that is not a size.
     """
     found = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([A-Za-z]{1,3})\s*", text, re.ASCII)
     unit = UNITS.get(found[2].upper()) if found else None

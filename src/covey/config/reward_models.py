@@ -180,7 +180,7 @@ def no_reward_model(name: str, model_config: Any = None) -> str:
         train = command("reward-model", "train", "DATA.jsonl", "--model", name)
         return f"model {name} is a language model, no reward model: train one with {train}"
     return (
-        f"model {name} has the class {classes[0]}, which is no sequence or token classifier of transformers: choose "
+        f"model {name} has the class {classes[0]}, which is not a sequence or token classifier of transformers: choose "
         f"another reward model, or train one with {command('reward-model', 'train', 'DATA.jsonl')}"
     )
 
@@ -197,7 +197,7 @@ def reward_model_fault(name: str, *, per_step: bool) -> str:
         is_folder = source.kind is ModelKind.FOLDER
         return no_reward_model(name, read_json(Path(source.name) / MODEL_CONFIG_FILE) if is_folder else None)
     if kind is RewardModelKind.OUTCOME and per_step:
-        return f"per_step = true, but {name} is an outcome reward model, which scores whole completions: take it out"
+        return f"per_step = true, but {name} is an outcome reward model, which scores whole completions: remove it"
     return ""
 
 

@@ -475,8 +475,8 @@ def _iteration(config: RunConfig, *, own_rewards: bool) -> Iterator[Fault]:
     if config.steps % steps:
         nearest = max(1, round(config.steps / steps)) * steps
         yield Fault(
-            f"steps ({config.steps}) is no multiple of iteration.steps ({steps}), so the last iteration would be cut "
-            f"short: set steps to {nearest}",
+            f"steps ({config.steps}) is not a multiple of iteration.steps ({steps}), so the last iteration would be "
+            f"cut short: set steps to {nearest}",
             {"iteration.steps": largest_divisor(config.steps, steps)},
         )
     if config.reference.refresh_every:

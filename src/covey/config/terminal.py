@@ -21,7 +21,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Width in columns of a stream's terminal; None if it is no terminal."""
+    """Width in columns of a stream's terminal; None if it is not a terminal."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 

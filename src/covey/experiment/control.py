@@ -319,7 +319,7 @@ def evaluate_run(
         raise ConfigError(f"there is no run in {run_dir}")
     config = config_from_dict(read_tables(run_dir / CONFIG_FILE))
     if not isinstance(config, ControlConfig):
-        raise ConfigError(f"{run_dir} is no run on an environment")
+        raise ConfigError(f"{run_dir} is not a run on an environment")
     if not (run_dir / MODEL_FOLDER).is_dir():
         raise ConfigError(
             f"the run in {run_dir} has not saved its policy yet: finish it with {command('train', '--resume', run_dir)}"

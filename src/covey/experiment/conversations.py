@@ -32,7 +32,7 @@ class RolloutKind(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool] | None:
-        """The tools of a conversation; None: rollouts are no conversations."""
+        """The tools of a conversation; None: rollouts are not conversations."""
 
     @property
     def default_rewards(self) -> tuple[RewardConfig, ...]:

@@ -88,7 +88,7 @@ def export_adapter(name: str, folder: Path) -> Exported:
     origin = source.origin
     if origin is None or not (origin.architecture / ADAPTER_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{name} is no run with LoRA, so there is no adapter to export: leave out --adapter, which exports the "
+            f"{name} is not a run with LoRA, so there is no adapter to export: leave out --adapter, which exports the "
             "whole model"
         )
     dtype, base = choose_precision(precision_of(name), cpu), str(origin.config_tables["model"])

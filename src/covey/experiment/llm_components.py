@@ -56,7 +56,7 @@ CREDITS: dict[str, CreditAssignment] = {
 def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: Adaptation, display: Display) -> LanguageCritic:
     """The critic of a policy: a new one, or that of the run from which the policy was loaded.
 
-    An adapter belongs to the weights that it was trained on, so a critic with one begins anew.
+    An adapter belongs to the weights that it was trained on, so a critic with one begins again.
 
     Raises:
         ConfigError: if the critic of that run does not fit.
@@ -66,7 +66,7 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: Adaptati
     if origin is None:
         return critic
     if "adapter" in (config.critic.trunk, origin.config_tables.get("critic", {}).get("trunk")):
-        display.note(f"the critic begins anew, because an adapter is not continued from {config.model}")
+        display.note(f"the critic begins again, because an adapter is not continued from {config.model}")
         return critic
     folder = origin.run_dir / CRITIC_FOLDER
     if origin.from_checkpoint and origin.config_tables["algorithm"] == config.algorithm:

@@ -27,7 +27,7 @@ def check_own(algorithm: Algorithm, config: RunConfig | ControlConfig, reward_na
         reward_names: of the run, as in `Batch.reward_names`.
 
     Raises:
-        ConfigError: if it is no algorithm, if fields of [loss] are set that it replaces, or if one of its functions
+        ConfigError: if it is not an algorithm, if fields of [loss] are set that it replaces, or if one of its functions
             raises an exception or returns something else than its type says.
     """
     if not isinstance(algorithm, Algorithm):

@@ -104,7 +104,7 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[Config, list[str
         config = config_from_dict(origin["config"])
         with faults_of(path):
             write_config(replace(config, run_dir=str(run_dir)), path)
-        notes.append(f"{CONFIG_FILE} was missing; it is written anew from {ORIGIN_FILE}")
+        notes.append(f"{CONFIG_FILE} was missing; it is written again from {ORIGIN_FILE}")
     try:
         config = config_from_dict(read_tables(path))
     except ConfigError as error:

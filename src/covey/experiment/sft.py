@@ -65,7 +65,7 @@ class Data:
     training: list[EncodedExample]
     held_out: list[EncodedExample]
     notes: Sequence[str]  # for the user
-    samples: bytes = b""  # content of examples.jsonl; empty if the examples are no samples
+    samples: bytes = b""  # content of examples.jsonl; empty if the examples are not samples
 
     @property
     def digest(self) -> str:

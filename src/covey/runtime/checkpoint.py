@@ -397,7 +397,7 @@ def _not_finite(path: Path) -> str | None:
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 -- it is no dict
+            for name in file.keys():  # noqa: SIM118 -- it is not a dict
                 if _MASTERS in name and not torch.isfinite(file.get_tensor(name)).all():
                     return f"the weights {name.partition(_MASTERS)[2]} are not finite"
     except safetensors.SafetensorError as error:

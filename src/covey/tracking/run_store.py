@@ -150,8 +150,8 @@ class RunStore:
     def rewind(self, step: int, *, rollouts: bool = True) -> list[str]:
         """Remove the records of every step after `step`, which a resumed run writes again, and what was left by a stop.
 
-        Training does not read these records, so a lost or damaged one is no error. A metrics file with a damaged line
-        is kept beside the new one.
+        Training does not read these records, so a lost or damaged one is not an error. A metrics file with a damaged
+        line is kept beside the new one.
 
         Args:
             step: the last one that is kept.

@@ -17,7 +17,7 @@ SHOWN_AT_FIRST = 40  # turns, where not all of them are asked for
 
 
 class Call(TypedDict):
-    """A call of a tool: name and text of each argument. A value that is no text is JSON."""
+    """A call of a tool: name and text of each argument. A value that is not text is JSON."""
 
     name: str
     arguments: list[tuple[str, str]]
@@ -35,7 +35,7 @@ class Turn(TypedDict):
 
 
 def conversation_turns(record: Mapping[str, Any]) -> list[Turn]:
-    """The turns of a rollout or a held-out answer, the first observation before them; [] if it is no conversation.
+    """The turns of a rollout or a held-out answer, the first observation before them; [] if it is not a conversation.
 
     The reward of a turn is the weighted sum of its rewards if the record has `steps`, else what the environment paid.
     """

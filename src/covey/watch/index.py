@@ -84,7 +84,7 @@ def connection(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connectio
     """Context manager: a connection to an index that exists.
 
     Raises:
-        sqlite3.Error: if it does not exist, or is no index of this version.
+        sqlite3.Error: if it does not exist, or is not an index of this version.
     """
     opened = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={'rwc' if write else 'ro'}", uri=True, timeout=BUSY_SECONDS,
@@ -101,7 +101,7 @@ def connection(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connectio
 def update(run_dir: Path, path: Path, *, texts: bool = False) -> Iterator[None]:
     """Bring an index up to date with the files of its run, the newest steps first; yields after each transaction.
 
-    Nothing happens if another process does it now. A damaged index is made anew.
+    Nothing happens if another process does it now. A damaged index is made again.
 
     Args:
         texts: also index the trigrams of the texts, after the numbers of all steps.
@@ -149,7 +149,7 @@ def _update(run_dir: Path, path: Path, texts: bool) -> Iterator[None]:
         disk = rollout_files(run_dir)
         known = {row[0]: row[1:] for row in database.execute("SELECT step, inode, size, mtime_ns FROM files")}
         gone = [step for step, signature in known.items() if disk.get(step) != signature]
-        if 2 * len(gone) > len(known):  # the trigrams of removed rollouts stay, so begin anew
+        if 2 * len(gone) > len(known):  # the trigrams of removed rollouts stay, so begin again
             _create(database)
             known, gone = {}, []
         new = sorted(disk.keys() - (known.keys() - set(gone)), reverse=True)
@@ -184,7 +184,7 @@ def _in_batches(database: sqlite3.Connection, steps: Iterable[int], change: Call
 
 
 def _create(database: sqlite3.Connection) -> None:
-    """Make the tables anew."""
+    """Make the tables again."""
     database.execute("BEGIN IMMEDIATE")
     for name in TABLES:
         database.execute(f"DROP TABLE IF EXISTS {name}")

@@ -30,7 +30,7 @@ GET /api/runs              all watched runs, those that changed last first
          "steps": 60 | null,                         planned
          "updated": 1764036125.2 | null,             Unix seconds of the last change
          "generation": 0,                            grows when recorded steps were taken back (a resume) or the folder
-                                                     was made anew: forget what was fetched of this run
+                                                     was made again: forget what was fetched of this run
          "result": {"before": ESTIMATE | null, "after": ESTIMATE | null} | null,   at the training's token limit;
                                                      "after" is the last evaluation so far
          "score": 0.62 | null}                       score/mean of the last step

@@ -44,7 +44,7 @@ def register():
     ids=["sleep", "exit", "sys.exit", "crash", "closed files"],
 )
 def test_an_environment_that_hangs_or_dies_ends_its_own_episode(does, said, register):
-    """It is tried twice in the step of one copy; the other copy goes on, and a reset begins anew."""
+    """It is tried twice in the step of one copy; the other copy goes on, and a reset begins again."""
     name = register(lambda: Faulty(does)).id
     environments = make_environments(EnvironmentConfig(id=name, timeout_seconds=1.0), 2)
     environments.reset([3, 7])

@@ -148,7 +148,7 @@ def test_a_run_has_the_prompts_of_its_adapter() -> None:
     assert rollout.messages[0]["content"] == "Kind 4, 1 shop.", "it is prepared once, before the processes fork"
     assert rollout.turn_rewards == [0.75]
     problem.grader.close()
-    with pytest.raises(ConfigError, match=r"brings prompts of its own: take it out"):
+    with pytest.raises(ConfigError, match=r"brings prompts of its own: remove it"):
         kind.task(EnvironmentTaskConfig(instruction="Go"))
     kind.close()
 

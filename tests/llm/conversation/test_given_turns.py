@@ -190,9 +190,9 @@ WRONG = {
     "a missing argument": (turn(call({"a": 1})), "add needs the argument 'b'"),
     "no arguments": (turn(call(None)), "add needs the argument 'a'"),
     "half a pair": (turn(call({**SUM, "note": "\ud800"})), "half of a surrogate pair"),
-    "no JSON": (turn(call("{a}")), "its arguments are no JSON object"),
+    "no JSON": (turn(call("{a}")), "its arguments are not a JSON object"),
     "no name": (turn({"function": {"arguments": {}}}), "it has no name of a tool"),
-    "no call": (turn("add"), "it is no JSON object"),
+    "no call": (turn("add"), "it is not a JSON object"),
     "no number": (turn(call({**SUM, "note": float("nan")})), "cannot be written"),
     "unread": ({**ANSWER, "unread_calls": ["add(1)"]}, "unread_calls"),
     "in the text": (
@@ -234,8 +234,8 @@ def test_a_template_that_leaves_out_calls_does_not_render_them(name: str) -> Non
 @pytest.mark.parametrize(
     ("tools", "fault"),
     [
-        ("x", "is a text that is no JSON"), ({"a": 1}, "must be a list of JSON schemas"),
-        ([7], "entry 1 of 'tools' is no JSON schema of a function"), ([SCHEMA, {"type": "function"}], "entry 2"),
+        ("x", "is a text that is not JSON"), ({"a": 1}, "must be a list of JSON schemas"),
+        ([7], "entry 1 of 'tools' is not a JSON schema of a function"), ([SCHEMA, {"type": "function"}], "entry 2"),
         ([{"name": "a", "parameters": 3}], "needs 'parameters'"),
         ([{"name": "a", "parameters": {"properties": {"x": 3}}}], "needs 'parameters'"),
         ([{"name": "a", "parameters": {"required": "x"}}], "'required', which must be a list"),

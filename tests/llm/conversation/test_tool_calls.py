@@ -1,4 +1,4 @@
-"""Tool calls are read as chat templates write them; a text that is no call, or a broken one, never raises."""
+"""Tool calls are read as chat templates write them; a text that is not a call, or a broken one, never raises."""
 
 from __future__ import annotations
 
@@ -165,10 +165,10 @@ def test_variants_of_a_call(format: str, written: str) -> None:
 @pytest.mark.parametrize(
     ("format", "written", "reason"),
     [
-        ("hermes", '<tool_call>{"name": "add", </tool_call>', "it is no valid JSON: Expecting property name"),
-        ("hermes", "<tool_call>add(1, 2)</tool_call>", "it is no valid JSON: Expecting value"),
+        ("hermes", '<tool_call>{"name": "add", </tool_call>', "it is not valid JSON: Expecting property name"),
+        ("hermes", "<tool_call>add(1, 2)</tool_call>", "it is not valid JSON: Expecting value"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "it has no name of a tool"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are no JSON object"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are not a JSON object"),
         ("hermes", '<tool_call>{"name": "a\\ud800"}</tool_call>', "it has no name of a tool"),
         ("fenced", '```tool\n{"name": "add", "arguments": {"a": ["\\ud800"]}}\n```', "it has half of a surrogate pair"),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a\\udfff": 1}', "it has half of a surrogate pair"),
@@ -176,17 +176,17 @@ def test_variants_of_a_call(format: str, written: str) -> None:
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-            "it is no valid JSON: NaN is no number",
+            "it is not valid JSON: NaN is not a number",
         ),
         ("hermes", '<tool_call>{"name": "add"} and more</tool_call>', "there is other text after it"),
-        ("smollm", "<tool_call>[7]</tool_call>", "it is no JSON object"),
+        ("smollm", "<tool_call>[7]</tool_call>", "it is not a JSON object"),
         ("qwen_xml", "<tool_call>add</tool_call>", "it has no <function=NAME>"),
         ("qwen_xml", "<tool_call><function=add><parameter=a>1</tool_call>", "it has no </function>"),
-        ("llama3", '{"name": "add", "parameters": {"a": 1}', "it is no valid JSON"),
-        ("llama3", '<|python_tag|>search.call(query="x")', "it is no valid JSON"),
-        ("mistral", "[TOOL_CALLS]add(1)", "it is no valid JSON"),
-        ("mistral", "[TOOL_CALLS]add[ARGS]1", "its arguments are no JSON object"),
-        ("fenced", "```tool\nadd(1, 2)\n```", "it is no valid JSON"),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}', "it is not valid JSON"),
+        ("llama3", '<|python_tag|>search.call(query="x")', "it is not valid JSON"),
+        ("mistral", "[TOOL_CALLS]add(1)", "it is not valid JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]1", "its arguments are not a JSON object"),
+        ("fenced", "```tool\nadd(1, 2)\n```", "it is not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_answered_with_its_reason_and_the_format(

@@ -66,7 +66,7 @@ class Shop(Base):
 
     @property
     def owner(self) -> str:
-        raise AssertionError("a property is no tool")
+        raise AssertionError("a property is not a tool")
 
     def reset(self, **columns: Any) -> None:
         self.sold: list[str] = []

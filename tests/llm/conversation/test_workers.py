@@ -181,7 +181,7 @@ def test_output_goes_to_stderr(processes, capfd):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{FILE}:Nothing", "Nothing is no environment: it needs a method step"),
+        (f"{FILE}:Nothing", "Nothing is not an environment: it needs a method step"),
         (f"{FILE}:Absent", "has no function 'Absent'"),
         ("no_such_module:Guess", "ModuleNotFoundError"),
     ],
@@ -278,4 +278,4 @@ class Unreadable:
 def test_a_tool_that_cannot_be_described_is_one_line_that_names_the_fix():
     message = HostedEnvironment(Unreadable, 1000).answer({"do": "describe"})["failed"]
     assert message.startswith("the tool Unreadable.add cannot be described to a model (bytearray is not a type")
-    assert message.endswith("or begin the name with an underscore if it is no tool")
+    assert message.endswith("or begin the name with an underscore if it is not a tool")

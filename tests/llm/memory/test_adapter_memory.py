@@ -84,7 +84,7 @@ def test_the_numbers_of_an_adapter(kind: str, targets: str) -> None:
     lora = LoRAConfig(rank=5, targets=SOME[kind] if targets == "some" else ())
     made = list(add_adapter(module, lora).parameters.parameters())
     assert adapter_parameters(size, replace(CONFIG, lora=lora)) == sum(factor.numel() for factor in made)
-    with pytest.raises(ConfigError, match=r"'qproj' is no linear layer of .* an adapter can be added to: choose"):
+    with pytest.raises(ConfigError, match=r"'qproj' is not a linear layer of .* an adapter can be added to: choose"):
         adapter_parameters(size, replace(CONFIG, lora=LoRAConfig(rank=5, targets=("qproj",))))
 
 

@@ -379,7 +379,7 @@ def test_where_a_config_is_found(tmp_path: Path) -> None:
     file = tmp_path / "model" / "config.json"
     file.write_text('{"hidden_size": 8}')
     assert find_model_config(str(tmp_path / "model")) == {"hidden_size": 8}
-    with pytest.raises(ConfigError, match=r"no Hugging Face model; the folder .*model has one"):
+    with pytest.raises(ConfigError, match=r"not a Hugging Face model; the folder .*model has one"):
         find_model_config(str(tmp_path))
     assert find_model_config(str(file)) == {"hidden_size": 8}
     for text, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object")):
@@ -395,7 +395,7 @@ def test_where_a_config_is_found(tmp_path: Path) -> None:
         ({"model_type": "no-such-model"}, "is unknown to transformers"),
         ({"model_type": "llama", "hidden_size": "wide"}, "no language model known here"),
         ({"model_type": "llama", "hidden_size": 0}, "no language model known here"),
-        ({"model_type": "t5"}, "is no causal language model"),
+        ({"model_type": "t5"}, "is not a causal language model"),
     ],
 )
 def test_what_is_no_language_model_is_refused(fields: dict[str, object], message: str) -> None:

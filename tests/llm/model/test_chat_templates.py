@@ -68,7 +68,7 @@ REFUSED = {
     "growth": ("{% set x = namespace(s='aa') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
                "does not end within"),
     "escapes": ("{% set x = '\\\\' | tojson" + " | tojson" * 60 + " %}{{ x }}", "does not end|makes .* characters"),
-    "no text": (5, "is no text"),
+    "no text": (5, "is not text"),
 }  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def scaled(tokenizer: Any) -> Any:
         (lambda t: llama(t, attention_bias=True), byte_level_tokenizer, "f32", "this model has biases (model.layers.0"),
         (lambda t: llama(t, hidden_act="gelu"), byte_level_tokenizer, "f32", "the activation of this model is gelu"),
         (lambda t: llama(t, intermediate_size=80), byte_level_tokenizer, "q8_0", "q8_0 has blocks of 32 numbers, and"),
-        (lambda _: tiny_model("llama"), tiny_tokenizer, "f16", "the tokenizer is no byte-level BPE"),
+        (lambda _: tiny_model("llama"), tiny_tokenizer, "f16", "the tokenizer is not a byte-level BPE"),
     ],
 )
 def test_what_gguf_does_not_have_is_refused(model: Any, tokenizer: Any, kind: str, message: str) -> None:

@@ -372,10 +372,10 @@ def test_the_first_matrices_follow_from_the_seed() -> None:
     [
         (
             ("q_prj",),
-            "'q_prj' is no linear layer of LlamaForCausalLM that an adapter can be added to: choose among d",
+            "'q_prj' is not a linear layer of LlamaForCausalLM that an adapter can be added to: choose among d",
         ),
-        (("lm_head",), "'lm_head' is no linear layer"),
-        (("q_proj", "embed_tokens"), "'embed_tokens' is no linear layer"),
+        (("lm_head",), "'lm_head' is not a linear layer"),
+        (("q_proj", "embed_tokens"), "'embed_tokens' is not a linear layer"),
     ],
 )
 def test_targets_that_are_no_linear_layers_are_refused(targets: tuple[str, ...], message: str) -> None:
@@ -414,7 +414,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_experts_in_one_parameter_and_mixers_of_mamba_have_adapters_where_peft_has_them(kind, refused, named, tmp_path):
     """Every adapted layer is trained, and peft reads the file to the same model."""
     model = zoo_model(kind)
-    with pytest.raises(ConfigError, match=f"lora.targets: {refused!r} is no linear layer of .* choose among .*{named}"):
+    with pytest.raises(
+        ConfigError, match=f"lora.targets: {refused!r} is not a linear layer of .* choose among .*{named}"
+    ):
         add_adapter(model, LoRAConfig(rank=4, targets=(refused,)))
     adapter = add_adapter(model, LORA)
     fill(adapter)

@@ -41,7 +41,7 @@ def byte_level(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """A tokenizer that decodes as Llama 2's: bytes that are no text become U+FFFD, and the first space is removed."""
+    """A tokenizer that decodes as Llama 2's: bytes that are not text become U+FFFD, and the first space is removed."""
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "n", "</", "answer", ">"]
     tokenizer = Tokenizer(models.WordLevel({token: place for place, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(

@@ -196,7 +196,7 @@ def test_a_damaged_library_is_compiled_anew_before_it_is_loaded(damage, filled, 
     monkeypatch.setattr(build, "_compile", again)
     assert kernels_work()
     assert compiled == [path]
-    assert only_line(caplog) == f"the compiled kernels {path} are damaged and will be compiled anew"
+    assert only_line(caplog) == f"the compiled kernels {path} are damaged and will be compiled again"
 
 
 @pytest.mark.sampled(6)

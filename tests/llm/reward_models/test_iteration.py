@@ -106,17 +106,17 @@ def test_a_training_has_the_iteration_s_completions_and_a_fraction_of_the_histor
 
 
 def test_training_goes_on_or_begins_anew(trained_on: list[list[str]]) -> None:
-    """With the same data twice, a model that begins anew ends twice with the same weights in the same order."""
-    going, anew = Model(replay_fraction=0.0), Model(replay_fraction=0.0, restart_reward_model=True)
+    """With the same data twice, a model that begins again ends twice with the same weights in the same order."""
+    going, again = Model(replay_fraction=0.0), Model(replay_fraction=0.0, restart_reward_model=True)
     begun = going.weights()
     going.iterate(1)
-    anew.iterate(1)
+    again.iterate(1)
     first = going.weights()
     assert not torch.equal(first, begun)
-    assert torch.equal(anew.weights(), first)
+    assert torch.equal(again.weights(), first)
     going.iterate(1, first=2)
-    anew.iterate(1, first=2)
-    assert float((going.weights() - begun).norm()) > 1.2 * float((anew.weights() - begun).norm())
+    again.iterate(1, first=2)
+    assert float((going.weights() - begun).norm()) > 1.2 * float((again.weights() - begun).norm())
 
 
 def test_a_frozen_model_is_measured_only(trained_on: list[list[str]]) -> None:

@@ -290,7 +290,9 @@ def test_refused_models(tmp_path: Path) -> None:
         load(language)
     (config := json.loads((language / "config.json").read_text()))["architectures"] = ["LlamaForRewardModel"]
     (language / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"the class LlamaForRewardModel, which is no sequence or token classifier"):
+    with pytest.raises(
+        ConfigError, match=r"the class LlamaForRewardModel, which is not a sequence or token classifier"
+    ):
         load(language)
     outcome = tiny_reward_model(RewardModelKind.OUTCOME)
     outcome.save(tmp_path / "outcome")
@@ -318,7 +320,7 @@ def test_microbatches_count_a_shared_prefix_once_and_keep_examples_whole() -> No
 
     pairs = [[row("aaaab"), row("aaaac")], [row("aaaad"), row("aaaae")], [row("bbbb", "b"), row("bbbc", "b")]]
     assert list(microbatches(pairs, 8)) == [[0, 1], [2]]  # 5 + 1 + 1 + 1 tokens, then 4 + 1
-    assert list(microbatches(pairs, 7)) == [[0], [1], [2]]  # 6; then 6 anew; 5
+    assert list(microbatches(pairs, 7)) == [[0], [1], [2]]  # 6; then 6 again; 5
     assert list(microbatches(pairs, 13)) == [[0, 1, 2]]
     assert list(microbatches(pairs, 1)) == [[0], [1], [2]]
     assert list(microbatches([], 1)) == []

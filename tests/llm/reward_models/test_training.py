@@ -271,7 +271,7 @@ GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}
     [
         (
             {"prompt": "p", "answer": "5"},
-            r"its columns \(prompt, answer\) are no known kind of data: give prompt, chosen",
+            r"its columns \(prompt, answer\) are not a known kind of data: give prompt, chosen",
         ),
         (GOOD | {"completion": "c", "grade": 1}, "are several kinds of data"),
         ({"prompt": "p", "completion": "c", "grade": 1}, "it has other columns than .* line 1"),

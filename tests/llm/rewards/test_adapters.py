@@ -221,7 +221,7 @@ def test_a_coroutine_that_hangs_is_given_up_at_its_deadline(file: Path) -> None:
 
 
 def test_rewards_that_may_run_beside_each_other_do() -> None:
-    """Two coroutine functions meet at a barrier, so neither can end before the other began; a third is no coroutine."""
+    """Two coroutine functions meet at a barrier, so neither can end before the other began; a third is none."""
     barrier, threads = threading.Barrier(2), set()
 
     def meet(name: str) -> Any:

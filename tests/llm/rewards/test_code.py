@@ -102,7 +102,7 @@ def test_each_form_of_tests_is_read() -> None:
         (3, "f", "give a list"),
         ([1], "f", "hold"),
         ("x = 1", "f", "no function check"),
-        ("def check(:", "f", "no Python"),
+        ("def check(:", "f", "neither Python nor JSON"),
         ("def check(candidate): pass", None, "entry_point"),
         ([{"args": [1], "expected": 2}], None, "entry_point"),
         ([{"args": "abc", "expected": 2}], "f", "args"),

@@ -36,7 +36,7 @@ def test_right_countdown_answers(text):
     [
         "",
         "(3 + 5)",
-        "16",  # the target is no given number
+        "16",  # the target is not a given number
         "16 = (3 + 5) * 2",
         "(3 + 5) + 5 + 3",  # numbers used twice
         "2 * 2 * 2 * 2",

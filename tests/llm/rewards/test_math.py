@@ -44,7 +44,7 @@ def test_math_by_hand(completion, answer, value):
 
 
 def test_an_answer_that_is_no_mathematics_is_refused():
-    with pytest.raises(ValueError, match=r"the answer '' is no mathematics; use the exact reward for texts"):
+    with pytest.raises(ValueError, match=r"the answer '' is not mathematics; use the exact reward for texts"):
         math_equal(["5"], answer=[""])
 
 
@@ -105,7 +105,7 @@ def test_no_process_is_started_for_plain_numbers():
 @pytest.mark.slow
 def test_the_dry_run_finds_answers_that_are_no_mathematics():
     one = grader()
-    with pytest.raises(ConfigError, match=r"reward 'math' ValueError: the answer '' is no mathematics"):
+    with pytest.raises(ConfigError, match=r"reward 'math' ValueError: the answer '' is not mathematics"):
         one.check([start(answer="")])
     one.close()
 

@@ -38,8 +38,8 @@ BAD: list[tuple[str, str, Any, str]] = [
         for name in ("numeric", "digits", "exact", "math")
         for value in (True, ["12"], {"value": 12})
     ),
-    *(("math", "answer", value, "is no mathematics") for value in ("", "  ", "$$", "4}", "\\boxed{}")),
-    *(("step_numbers", "answer", value, reason) for value, reason in (("3", "is no list"), (["a"], "not a number"))),
+    *(("math", "answer", value, "is not mathematics") for value in ("", "  ", "$$", "4}", "\\boxed{}")),
+    *(("step_numbers", "answer", value, reason) for value, reason in (("3", "is not a list"), (["a"], "not a number"))),
     *(("code", "tests", value, "the tests") for value in ("", [], [1], "def f(): pass", {"inputs": [1]})),
     *(("countdown", "target", value, "a target and a list") for value in ("x", [], "")),
     *(("countdown", "numbers", value, "a target and a list") for value in (None, [], ["a"], 3, "23")),

@@ -394,7 +394,7 @@ def test_step_numbers():
         [0, 0],
         [0],
     ]
-    with pytest.raises(ValueError, match="is no list: set answer_column to a column with one number for each step"):
+    with pytest.raises(ValueError, match="is not a list: set answer_column to a column with a number for each step"):
         step_numbers([""], [["1"]], answer=["12"])
     with pytest.raises(ValueError, match="is not a number"):
         step_numbers([""], [["1"]], answer=[["twelve"]])

@@ -186,5 +186,5 @@ def test_a_damaged_file_is_one_line(content: str, tmp_path: Path) -> None:
     if content:
         file.write_text(json.dumps({"token_ids": {"prompt": [1], "completion": [2], "undecided": []},
                                     "held_out": False}) + "\n" + content + "\n")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"examples.jsonl is missing or damaged: sample the examples anew"):
+    with pytest.raises(ConfigError, match=r"examples.jsonl is missing or damaged: sample the examples again"):
         read_back(file)

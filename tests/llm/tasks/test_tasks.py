@@ -437,7 +437,9 @@ def test_jsonl_names_the_bad_line(tmp_path, line, message):
 def test_files_of_other_formats_are_told_how_to_be_converted(tmp_path, name):
     path = tmp_path / name
     path.write_text("prompt,answer\n1 + 1,2\n")
-    with pytest.raises(ConfigError, match=r"is no JSONL file; convert it: pandas\.read_\w+\(.*\)\.to_json") as caught:
+    with pytest.raises(
+        ConfigError, match=r"is not a JSONL file; convert it: pandas\.read_\w+\(.*\)\.to_json"
+    ) as caught:
         PromptDataset(path=str(path))
     ast.parse(str(caught.value).partition("convert it: ")[2])
 

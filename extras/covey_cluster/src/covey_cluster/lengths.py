@@ -118,7 +118,7 @@ def _lengths_of(path: Path) -> list[int]:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"--lengths: line {number} of {path} is no rollout of a run: leave the folder's files as they are"
+                f"--lengths: line {number} of {path} is not a rollout of a run: leave the folder's files as they are"
             ) from None
         lengths.append(decisions)
     return lengths

@@ -89,11 +89,11 @@ class ClusterPlanner:
         """The trainer and servers on so many devices.
 
         Raises:
-            ConfigError: if the devices are no whole number of servers.
+            ConfigError: if the devices are not a whole number of servers.
         """
         if devices % server.devices:
             raise ConfigError(
-                f"--sampler-devices {devices} is no multiple of the {server.devices} devices of a server: give "
+                f"--sampler-devices {devices} is not a multiple of the {server.devices} devices of a server: give "
                 f"{-(-devices // server.devices) * server.devices}, or set --devices-per-server"
             )
         update = self.planner.trainer(self.layout, self.ranks, self.lengths.mean)

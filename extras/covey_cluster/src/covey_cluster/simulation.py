@@ -6,7 +6,7 @@ completions, the trainer's tokens/s, and the seconds of handing the weights to t
 
 Events are the end of a completion, the ends of an update and of the handover of its weights, the crash and the return
 of a server. A library for discrete-event simulation (simpy) would not make this shorter: completions share a server, so
-each end moves all other ends of that server, and a library's timeouts would be cancelled and set anew at every event.
+each end moves all other ends of that server, and a library's timeouts would be cancelled and set again at every event.
 
 Group g belongs to step g // prompts, and step t trains exactly the groups of step t. A group may begin when at most
 `staleness` updates will be missing from the weights when it is trained: g // prompts <= version + staleness. So the age

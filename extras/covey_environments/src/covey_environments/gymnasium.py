@@ -113,7 +113,7 @@ def _observation_text(id: str, environment: gymnasium.Env[Any, Any]) -> Any:
     if _is_plain(space):
         return lambda observation: json.dumps(_plain(observation), ensure_ascii=False)
     raise WrongEnvironment(
-        f"the observations of {id} are a {type(space).__name__}, which is no text, and it has no render mode 'ansi': "
+        f"the observations of {id} are a {type(space).__name__}, which is not text, and it has no render mode 'ansi': "
         "write an environment of your own around it, whose step returns a text"
     )
 
@@ -167,7 +167,7 @@ def _named(text: str, names: Sequence[str]) -> int | None:
 
 
 def _text_fault(space: spaces.Text, text: str) -> str:
-    """Why a text is no action."""
+    """Why a text is not an action."""
     if len(text) > space.max_length:
         return f"The reply has {len(text)} characters. Reply with at most {space.max_length}."
     if len(text) < space.min_length:

@@ -213,7 +213,7 @@ def _check_observation(given: str, schemas: Json) -> None:
 
 
 def _value(text: str, schema: Json) -> Any:
-    """The value of a field that a text is: JSON if the field is no text; the last number of the text for numbers.
+    """The value of a field that a text is: JSON if the field is not text; the last number of the text for numbers.
 
     A text that cannot be read so is sent as it is, and the server says what it needs.
     """

@@ -64,7 +64,7 @@ class Address:
             token_variable: name of the environment variable with the access token; empty: none is sent.
 
         Raises:
-            WrongEnvironment: if it is no address, there is no token, or the token would be sent in the clear.
+            WrongEnvironment: if it is not an address, there is no token, or the token would be sent in the clear.
         """
         scheme, _, rest = str(url).rstrip("/").partition("://")
         kinds = {"http": "", "ws": "", "https": "s", "wss": "s"}
@@ -73,7 +73,7 @@ class Address:
             parts = urlsplit(f"//{rest}")
             if scheme in kinds and parts.port != 0:
                 host = parts.hostname or ""
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is not a number
             pass
         if host and parts.username is not None:
             raise WrongEnvironment(
@@ -105,7 +105,8 @@ class Address:
             if isinstance(found, dict):
                 return found
         raise WrongEnvironment(
-            f"the server at {where or self.http} answered something other than a JSON object: it is no OpenEnv server"
+            f"the server at {where or self.http} answered something other than a JSON object, so "
+            "it is not an OpenEnv server"
         )
 
     def short(self, text: Any) -> str:
@@ -130,7 +131,9 @@ class Address:
             )
         found = self.read(response.content) if response.status_code == 200 else {}
         if not isinstance(found.get("action"), dict):
-            raise WrongEnvironment(f"the server at {self.http} is no OpenEnv server: /schema has no schema of actions")
+            raise WrongEnvironment(
+                f"the server at {self.http} is not an OpenEnv server: /schema has no schema of actions"
+            )
         return found
 
 
@@ -264,7 +267,7 @@ def _token(variable: str) -> str:
 
 def _checked(result: Json, where: str) -> Json:
     if not isinstance(result.get("observation"), dict):
-        raise WrongEnvironment(f"the server at {where} answered without an observation: it is no OpenEnv server")
+        raise WrongEnvironment(f"the server at {where} answered without an observation: it is not an OpenEnv server")
     return result
 
 

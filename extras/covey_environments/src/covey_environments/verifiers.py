@@ -243,7 +243,7 @@ def _text(message: Message) -> str:
     """The text of a message.
 
     Raises:
-        WrongEnvironment: if it has parts that are no text.
+        WrongEnvironment: if it has parts that are not text.
     """
     content = message.content
     if isinstance(content, str):

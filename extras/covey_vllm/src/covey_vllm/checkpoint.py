@@ -1,7 +1,7 @@
 """The names, shapes and dtype that new weights of a model must have, from the headers of its own checkpoint.
 
-vLLM's parameters are no guide: it merges the projections of queries, keys and values into one, and on CPUs packs them
-away. An update with a wrong tensor must be refused before the model is touched, because vLLM's reload first moves the
+vLLM's parameters are not a guide: it merges the projections of queries, keys and values into one, and packs them on
+CPUs. An update with a wrong tensor must be refused before the model is touched, because vLLM's reload first moves the
 parameters away, and one that fails in the middle leaves an engine that dies at the next token.
 """
 
@@ -96,7 +96,7 @@ def expected_of(folder: Path, dtype: torch.dtype, *, tied: bool) -> Expected:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 -- it is no dict
+            for name in content.keys():  # noqa: SIM118 -- it is not a dict
                 shapes[name] = tuple(content.get_slice(name).get_shape())
     if not shapes:
         raise BadWeights(f"{folder} has no safetensors files, so the names of its weights are unknown")

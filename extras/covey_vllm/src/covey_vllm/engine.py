@@ -6,7 +6,7 @@ It differs from vLLM's own in three ways, each for a fault that was found on the
    the layerwise reload in `start_weight_update`: from then on the parameters are gone until the update has succeeded,
    and one that fails leaves an engine that dies at the next token. Here the old weights serve on.
 2. The tied output layer is packed again. On CPUs vLLM multiplies by packed copies of the weights. The layerwise reload
-   makes those of the linear layers anew, but a tied output layer loads nothing of its own, so it would keep its old
+   makes those of the linear layers again, but a tied output layer loads nothing of its own, so it would keep its old
    copy: the routes answer 200, the version is the new one, and every log-probability is wrong.
 3. Weights travel by a file or over a gloo process group, without a GPU; the run chooses in
    `/init_weight_transfer_engine`.
@@ -121,7 +121,7 @@ class CoveyEngine(WeightTransferEngine[Init, Update]):
 
 
 def pack_output_layer(model: nn.Module) -> None:
-    """Make the CPU's packed copy of the output layer anew, from the weights that it shares with the embedding."""
+    """Make the CPU's packed copy of the output layer again, from the weights that it shares with the embedding."""
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
     if current_platform.is_cpu() and method is not None:

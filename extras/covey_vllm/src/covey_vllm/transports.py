@@ -79,7 +79,7 @@ class FileTransport:
             descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise BadWeights("the file of the weights is no plain file")
+                    raise BadWeights("the file of the weights is not a plain file")
                 content = file.read()
         except BadWeights:
             raise
@@ -90,7 +90,7 @@ class FileTransport:
         try:
             tensors = load(content)
         except (SafetensorError, ValueError, KeyError, RuntimeError):
-            raise BadWeights("the file of the weights is no safetensors file") from None
+            raise BadWeights("the file of the weights is not a safetensors file") from None
         expected.check(tensors)
         return tensors
 
@@ -133,7 +133,7 @@ class GlooTransport:
             raise BadWeights("names, dtypes and shapes have different lengths")
         kinds = [getattr(torch, kind, None) if isinstance(kind, str) else None for kind in dtypes]
         for name, shape, kind in zip(names, shapes, kinds, strict=True):
-            expected.check_kind(name, tuple(shape), kind)  # type: ignore[arg-type]  # None is no dtype of a model
+            expected.check_kind(name, tuple(shape), kind)  # type: ignore[arg-type]  # None is not a dtype of a model
         digest = hashlib.sha256()
         tensors: dict[str, Tensor] = {}
         for name in names:

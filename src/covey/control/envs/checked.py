@@ -67,7 +67,7 @@ def checked_flag(flag: Any, name: str) -> bool:
     """Check `terminated` or `truncated`; returns it as a bool.
 
     Raises:
-        TypeError: if it is no bool.
+        TypeError: if it is not a bool.
     """
     if flag is True or flag is False:
         return flag

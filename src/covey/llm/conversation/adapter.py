@@ -16,7 +16,7 @@ _KNOWN = ("type", "description", "enum", "nullable")
 
 
 class WrongEnvironment(Exception):
-    """A class or an object that is no environment, or returned something unusable; one line with the reason."""
+    """A class or an object that is not an environment, or returned something unusable; one line with the reason."""
 
 
 @dataclass(frozen=True)

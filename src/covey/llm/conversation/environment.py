@@ -86,7 +86,7 @@ def style_of(kind: Any) -> str:
     if any(callable(getattr(kind, name, None)) for name in own):
         return "tools"
     raise WrongEnvironment(
-        f"{getattr(kind, '__name__', type(kind).__name__)} is no environment: it needs a method step(message) that "
+        f"{getattr(kind, '__name__', type(kind).__name__)} is not an environment: it needs a method step(message) that "
         "returns a reply, a reward and whether the conversation is over, or public methods that are tools"
     )
 

@@ -67,7 +67,7 @@ class GivenTurns:
                     f"the model's chat template leaves out the {key!r} of a message: write it into the 'content'"
                 )
         if given.get("unread_calls"):
-            raise ConfigError("a message has 'unread_calls', which are no calls: leave out the row")
+            raise ConfigError("a message has 'unread_calls', which are not calls: leave out the row")
         replies = self.style.read(tokens[:-1]).replies if self.style.tools else ()
         for reply in replies:
             if reply is not None:

@@ -83,7 +83,7 @@ def find_format(template: str | None) -> str:
 def read_calls(text: str, format: str) -> ParsedTurn:
     """Read the calls in the text of a turn. Never raises, whatever the text.
 
-    A call inside of the model's thinking is no call. The thinking is what stands before `</think>`, unless that is part
+    A call inside the model's thinking is not a call. The thinking is what stands before `</think>`, unless it is part
     of a call; its `<think>` may be in the prompt, which the template wrote. The end mark of the last call may be
     missing.
     """
@@ -102,7 +102,7 @@ def given_calls(message: Mapping[str, Any]) -> list[ToolCall]:
     """The `tool_calls` of a chat message that somebody wrote, with arguments as an object or as its JSON text.
 
     Raises:
-        ValueError: for an entry that is no call.
+        ValueError: for an entry that is not a call.
     """
     return [_call_of(entry) for entry in message.get("tool_calls") or ()]
 
@@ -178,9 +178,9 @@ class _Reader:
         try:
             value, self.place = _DECODER.raw_decode(self.text, begin)
         except json.JSONDecodeError as error:
-            raise _CannotRead(f"it is no valid JSON: {error.msg}") from None
+            raise _CannotRead(f"it is not valid JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
-            raise _CannotRead(f"it is no valid JSON: {str(error)[:100]}") from None
+            raise _CannotRead(f"it is not valid JSON: {str(error)[:100]}") from None
         self.spans.append((begin, self.place))
         return value
 
@@ -219,7 +219,7 @@ _Take = Callable[[_Reader], Iterable[ToolCall]]
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
@@ -249,7 +249,7 @@ def _call_of(value: Any) -> ToolCall:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
-        raise _CannotRead("it is no JSON object")
+        raise _CannotRead("it is not a JSON object")
     name = value.get("name")
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise _CannotRead("it has no name of a tool")
@@ -267,11 +267,11 @@ def _arguments(value: Any) -> dict[str, Any]:
         except (ValueError, RecursionError):
             value = None
     if not isinstance(value, dict):
-        raise _CannotRead("its arguments are no JSON object")
+        raise _CannotRead("its arguments are not a JSON object")
     try:
         _json(value).encode()
     except UnicodeEncodeError:
-        raise _CannotRead("it has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        raise _CannotRead("it has half of a surrogate pair (\\ud800 to \\udfff), which is not text") from None
     except RecursionError:
         raise _CannotRead("its arguments are nested too deeply") from None
     return value

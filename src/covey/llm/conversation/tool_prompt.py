@@ -88,7 +88,7 @@ def _written_turn(chat: Chat, message: Message, format: str) -> tuple[list[ToolC
     try:
         calls = given_calls(message)
     except ValueError as error:
-        raise ConfigError(f"an entry of 'tool_calls' is no call of a tool: {error}") from None
+        raise ConfigError(f"an entry of 'tool_calls' is not a call of a tool: {error}") from None
     content = message.get("content") or ""
     by_template = {**message, "content": content, "tool_calls": [call.message() for call in calls]}
     by_covey = {"role": "assistant", "content": "\n".join(filter(None, [content, write_calls(calls, format)]))}

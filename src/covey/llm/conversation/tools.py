@@ -89,7 +89,7 @@ def describe_tools(environment: object) -> list[Tool]:
             reason = " ".join(str(error).split()).rstrip(".!")
             raise ConfigError(
                 f"{where} cannot be described to a model ({reason}): give every argument a type hint and a line in the "
-                'section "Args:" of the docstring, or begin the name with an underscore if it is no tool'
+                'section "Args:" of the docstring, or begin the name with an underscore if it is not a tool'
             ) from None
         schema["function"]["name"] = name
         tools.append(Tool(name, schema, hints))

@@ -67,7 +67,7 @@ def _values(batch: Any, column: str, name: str) -> list[Any]:
         array = batch.column(column)
         values: list[Any] = array.to_pylist(maps_as_pydicts="strict")
     except (ValueError, OverflowError, KeyError) as error:
-        # nanoseconds, a year above 9999, a text that is no UTF-8, a map with a key twice
+        # nanoseconds, a year above 9999, a text that is not UTF-8, a map with a key twice
         raise ConfigError(
             f"{name}: the column {shortened(column)} has a value that Python cannot hold ({error!s:.60}): write it as "
             "another text, or remove the column"
@@ -154,7 +154,7 @@ def _plain(value: Any, column: str) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"the column {shortened(column)} has {value}, which is no JSON: write null or a number")
+            raise ValueError(f"the column {shortened(column)} has {value}, which is not JSON: write null or a number")
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item, column) for item in value]

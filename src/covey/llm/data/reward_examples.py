@@ -92,7 +92,7 @@ def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
         with faults_at(place):
             matching = [kind for kind, (columns, _) in kinds.items() if columns <= record.keys()]
             if len(matching) != 1:
-                what = "several kinds of data" if matching else "no known kind of data"
+                what = "several kinds of data" if matching else "not a known kind of data"
                 raise ValueError(
                     f"its columns ({', '.join(list(record)[:8]) or 'none'}) are {what}: give prompt, chosen and "
                     f"rejected, or prompt, completion and {grade_column} (--grade-column), or prompt, completions and "

@@ -27,7 +27,7 @@ MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
 LONGEST_PROMPT = 4 << 20  # characters; no model takes so many tokens, which would take seconds to encode
-HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is not text"
 
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -129,7 +129,7 @@ def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
         needed: description of the objects, for the message about an empty file.
 
     Raises:
-        ConfigError: for the first row that is no JSON object, and for an empty file.
+        ConfigError: for the first row that is not a JSON object, and for an empty file.
     """
     records = list(_records(path, user_path(path)))
     if not records:
@@ -149,7 +149,7 @@ def _records(path: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     if reader := OTHER_FORMATS.get(file.suffix.lower()):
         raise ConfigError(
-            f"{path} is no JSONL file; convert it: "
+            f"{path} is not a JSONL file; convert it: "
             f"pandas.{reader}({path!r}).to_json({f'{file.stem}.jsonl'!r}, orient='records', lines=True)"
         )
     content = read_file(file, most)

@@ -180,7 +180,7 @@ def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ValueError(f"{name!r} is a text that is no JSON: give a list of JSON schemas") from None
+            raise ValueError(f"{name!r} is a text that is not JSON: give a list of JSON schemas") from None
     if not value:
         return ()
     if not isinstance(value, (list, tuple)):
@@ -192,7 +192,7 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
     """The schema of a function as chat templates read it; the function alone is accepted too."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise ValueError(f"{where} is no JSON schema of a function: it needs a 'name'")
+        raise ValueError(f"{where} is not a JSON schema of a function: it needs a 'name'")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     properties = parameters.get("properties") or {} if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping) or not all(isinstance(schema, Mapping) for schema in properties.values()):

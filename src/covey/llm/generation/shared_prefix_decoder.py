@@ -7,7 +7,7 @@ M queries of a key-value head, V vocabulary.
 
 On a GPU a step is a CUDA graph (`GraphedStep`), which the processor launches as a whole: a step of a language model is
 a thousand small kernels, and the processor takes several times as long to launch them one by one as the GPU to compute
-them. A graph has fixed addresses, so it is captured anew if an input is another tensor.
+them. A graph has fixed addresses, so it is captured again if an input is another tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GraphedStep:
         self._pool: Any = None
 
     def reset(self) -> None:
-        """Have the graph captured anew, because tensors were replaced."""
+        """Have the graph captured again, because tensors were replaced."""
         self._is_current = False
 
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:

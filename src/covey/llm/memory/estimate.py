@@ -279,7 +279,7 @@ def adapted_shapes(size: Dimensions, config: RunConfig) -> list[LinearShape]:
     """The linear layers that have an adapter; none without LoRA.
 
     Raises:
-        ConfigError: if a target is no linear layer, or the adapter with which training begins cannot be read.
+        ConfigError: if a target is not a linear layer, or the adapter with which training begins cannot be read.
     """
     if not config.lora.is_used:
         return []

@@ -40,7 +40,7 @@ _LIMITS_ATTENTION = re.compile(r"window|chunk|local|block|index|budget|sparse|co
 def windows_of(config: Any) -> list[int]:
     """All window and chunk lengths in a config, in tokens.
 
-    It may include numbers with another meaning, because a longer trial than needed is no error.
+    It may include numbers with another meaning, because a longer trial than needed is not an error.
     """
     return sorted({size for size in _windows(config.to_dict(), named=False) if size > 0})
 

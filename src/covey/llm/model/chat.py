@@ -83,7 +83,7 @@ class Chat:
             if self.config != NO_ADDITIONS:
                 raise ConfigError(
                     "a prompt is a plain string, which is fed unchanged, and the table [chat] is for chat messages: "
-                    'write such prompts as [{"role": "user", "content": "..."}], or take [chat] out'
+                    'write such prompts as [{"role": "user", "content": "..."}], or remove [chat]'
                 )
             ids = self.tokenizer(prompt)["input_ids"]
             if self._appended and tuple(ids[-len(self._appended) :]) == self._appended:
@@ -207,13 +207,13 @@ def _for_template(message: Message) -> dict[str, Any]:
     """A message without empty entries; the arguments of its calls are objects, which templates write as JSON.
 
     Raises:
-        ConfigError: for an entry of `tool_calls` that is no call.
+        ConfigError: for an entry of `tool_calls` that is not a call.
     """
     known = {key: value for key, value in message.items() if value is not None}
     try:
         calls = given_calls(known)
     except ValueError as error:
-        raise ConfigError(f"an entry of 'tool_calls' is no call of a tool: {error}") from None
+        raise ConfigError(f"an entry of 'tool_calls' is not a call of a tool: {error}") from None
     known.pop("tool_calls", None)
     written = [call.message() | ({} if call.id is None else {"id": call.id}) for call in calls]
     return known | ({"tool_calls": written} if written else {})
@@ -240,13 +240,13 @@ def end_ids_of(config: PreTrainedConfig, generation: GenerationConfig | None, to
         for end in listed:
             if end is not None and (not isinstance(end, int) or isinstance(end, bool)):
                 raise ConfigError(
-                    f"eos_token_id {declared!r} is no token id: correct generation_config.json or config.json"
+                    f"eos_token_id {declared!r} is not a token id: correct generation_config.json or config.json"
                 )
         found.update(end for end in listed if end is not None and end >= 0)
     return frozenset(found)
 
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for bytes that are no whole character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for bytes that are not a whole character
 
 
 class TokenTexts:

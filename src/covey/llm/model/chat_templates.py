@@ -72,7 +72,7 @@ def render(
         "tools": list(tools),
     }
     if not isinstance(template, str):
-        raise TemplateFailed("is no text")
+        raise TemplateFailed("is not text")
     if is_finite(template):
         return _text(request)
     try:

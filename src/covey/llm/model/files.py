@@ -140,7 +140,7 @@ class WeightFiles:
             tensors: Tensors = {}
             for path in self.files:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no dict
+                tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is not a dict
             yield tensors
 
 
@@ -175,7 +175,7 @@ def check_config(
                 f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
                 "another model, or a newer transformers"
             )
-        raise ConfigError(f"model {model}: {named} is no {needed}")
+        raise ConfigError(f"model {model}: {named} is not a {needed}")
     quantised = fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -211,11 +211,11 @@ def check_tokenizer_files(folder: Path, model: str) -> None:
             if code and not (folder / "tokenizer.json").is_file():
                 raise ConfigError(own_code(model, f"its tokenizer {fields.get('tokenizer_class', '')}".rstrip()))
     template = folder / TEMPLATE_FILE
-    if os.path.lexists(template):  # transformers would ignore a path that is no file
+    if os.path.lexists(template):  # transformers would ignore a path that is not a file
         try:
             files.read_file(template).decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"model {model}: {template} is no text in UTF-8 ({error}): copy it again") from error
+            raise ConfigError(f"model {model}: {template} is not text in UTF-8 ({error}): copy it again") from error
 
 
 def read_weight_files(folder: Path, model: str) -> WeightFiles:
@@ -238,7 +238,7 @@ def read_weight_files(folder: Path, model: str) -> WeightFiles:
             if start.startswith(LFS_START):
                 raise ConfigError(f"model {model}: {path.name} is a pointer of Git LFS, not the weights: git lfs pull")
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 -- it is no dict
+                for name in file.keys():  # noqa: SIM118 -- it is not a dict
                     tensor = file.get_slice(name)
                     shapes[name] = tuple(tensor.get_shape())
                     _check_type(name, tensor.get_dtype(), len(shapes[name]), model)

@@ -48,9 +48,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     """The dimensions in a GGUF file's header, under the names of a `config.json`.
 
     Raises:
-        ConfigError: if it is no GGUF file of a language model.
+        ConfigError: if it is not a GGUF file of a language model.
     """
-    with reading(f"{path} is no GGUF file of a language model"):
+    with reading(f"{path} is not a GGUF file of a language model"):
         return _config_of(GGUFReader(path), path)
 
 
@@ -97,7 +97,7 @@ def converted(file: Path) -> Path:
     """The converted folder of a GGUF file, which loads in 1 s instead of 15 s. A damaged one is converted again.
 
     Raises:
-        ConfigError: if the file is damaged, or the cache is no folder.
+        ConfigError: if the file is damaged, or the cache is not a folder.
         MachineError: if the file cannot be read or the cache cannot be written because of the disk or its permissions.
     """
     status = file.stat()
@@ -250,7 +250,7 @@ def plan_gguf(module: PreTrainedModel, tokenizer: Any, kind: str) -> GGUFPlan:
     pre_tokenizer = _pre_tokenizer(described)
     if not pre_tokenizer:
         raise ConfigError(
-            "--gguf: the tokenizer is no byte-level BPE with a pre-tokenizer of GPT-2, SmolLM or Llama 3: leave out "
+            "--gguf: the tokenizer is not a byte-level BPE with a pre-tokenizer of GPT-2, SmolLM or Llama 3: leave out "
             "--gguf, and convert the exported folder with llama.cpp's convert_hf_to_gguf.py"
         )
     table: Any = module.get_input_embeddings()

@@ -86,7 +86,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
             model or, if the run was stopped, its newest checkpoint) or one of its checkpoints.
 
     Raises:
-        ConfigError: if nothing has this name, or it is no complete causal language model.
+        ConfigError: if nothing has this name, or it is not a complete causal language model.
     """
     source = locate_model(resolve_checkpoint(name))
     if holds_adapter(source):

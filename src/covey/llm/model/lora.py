@@ -122,7 +122,7 @@ def add_adapter(
         base: that of the adapters which the model has already.
 
     Raises:
-        ConfigError: if a target is no layer that an adapter can be added to.
+        ConfigError: if a target is not a layer that an adapter can be added to.
     """
     from peft import LoraConfig, inject_adapter_in_model  # imported here, because it is an extra and takes seconds
 
@@ -207,7 +207,7 @@ def choose_targets(linear: Sequence[str], targets: Sequence[str], model: str) ->
         if not paths:
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise ConfigError(
-                f"lora.targets: {target!r} is no linear layer of {model} that an adapter can be added to: "
+                f"lora.targets: {target!r} is not a linear layer of {model} that an adapter can be added to: "
                 f"choose among {', '.join(names)}"
             )
     chosen = {path for paths in found.values() for path in paths}

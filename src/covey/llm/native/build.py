@@ -83,7 +83,7 @@ def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctype
             with _lock(folder):
                 if not _is_whole(library):  # another process may have compiled it meanwhile
                     if library.exists():
-                        _log.warning("the compiled kernels %s are damaged and will be compiled anew", library)
+                        _log.warning("the compiled kernels %s are damaged and will be compiled again", library)
                     _compile(compiler, flags, library)
         return ctypes.CDLL(str(library))
     except subprocess.TimeoutExpired as error:

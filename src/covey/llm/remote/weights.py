@@ -404,7 +404,7 @@ def read_weights(path: str, sha256: str, folders: Sequence[Path], most_bytes: in
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError):
-        raise BadWeights("the file of the weights is no safetensors file") from None
+        raise BadWeights("the file of the weights is not a safetensors file") from None
 
 
 def _read(path: Path, most_bytes: int) -> bytes:

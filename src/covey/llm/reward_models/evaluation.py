@@ -28,7 +28,7 @@ class Quality:
     """Measured quality of a reward model."""
 
     metrics: dict[str, float]  # those that the data define
-    reliability: Reliability | None  # None for grades that are no probabilities
+    reliability: Reliability | None  # None for grades that are not probabilities
 
     def describe(self) -> str:
         """The metrics in one line."""

@@ -47,7 +47,7 @@ def load_reward_model(name: str, *, dtype: torch.dtype, device: torch.device) ->
     """Load a reward model by its name: a folder, a run of `covey reward-model train`, or a hub name.
 
     Raises:
-        ConfigError: if nothing has this name, or it is no reward model.
+        ConfigError: if nothing has this name, or it is not a reward model.
     """
     source = locate_reward_model(name)
     is_whole = source.kind in (ModelKind.FOLDER, ModelKind.HUB)
@@ -120,7 +120,7 @@ def classifier_on(language_model: PreTrainedModel, kind: RewardModelKind, name: 
     decoder = language_model.base_model
     if head is None or type(module.base_model) is not type(decoder):
         raise ConfigError(
-            f"model {name}: {type(module).__name__} is no linear layer on the same decoder: choose another model"
+            f"model {name}: {type(module).__name__} is not a linear layer on the same decoder: choose another model"
         )
     setattr(module, module.base_model_prefix, decoder)
     first = next(decoder.parameters())
@@ -136,7 +136,7 @@ def count_parameters(name: str) -> int | None:
     """Number of weights of a reward model, from its config alone; None if it has not been downloaded.
 
     Raises:
-        ConfigError: if nothing has this name, or it is no reward model.
+        ConfigError: if nothing has this name, or it is not a reward model.
     """
     source = locate_reward_model(name)
     folder = cached_folder(source.name) if source.kind is ModelKind.HUB else source.description

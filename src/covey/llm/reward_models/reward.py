@@ -120,14 +120,14 @@ class ModelReward(RewardRunner):
         config, name = self.config, self.config.model
         if model.kind is RewardModelKind.OUTCOME:
             if fault := _set_options(config, "per_step", "step_differences", "aggregate"):
-                raise ConfigError(f"{fault} is for process reward models, and {name} is an outcome one: take it out")
+                raise ConfigError(f"{fault} is for process reward models, and {name} is an outcome one: remove it")
             if config.standardise and model.scale.mean is None:
                 raise ConfigError(
                     f"standardise = true, but {name} has no mean and deviation of its scores, because covey did not "
-                    "train it: take it out"
+                    "train it: remove it"
                 )
         elif fault := _set_options(config, "standardise", "clip"):
-            raise ConfigError(f"{fault} is for outcome reward models, and {name} is a process one: take it out")
+            raise ConfigError(f"{fault} is for outcome reward models, and {name} is a process one: remove it")
 
     def _steps(self, model: RewardModel, text: str) -> list[str]:
         """The parts of a completion that end with the separator of the model's training; at least one."""

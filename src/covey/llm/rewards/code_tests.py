@@ -104,7 +104,7 @@ def _from_text(text: str) -> Any:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tests are no Python and no JSON ({error}): give {FORMS}") from None
+        raise ValueError(f"the tests are neither Python nor JSON ({error}): give {FORMS}") from None
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise ValueError(f"the tests define no function check: give {FORMS}")
     return text
@@ -157,7 +157,7 @@ def _names(source: str, entry_point: str | None) -> tuple[tuple[str, ...], tuple
     try:
         tree, tables = ast.parse(source), [symtable.symtable(source, "tests", "exec")]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tests are no Python ({error})") from None
+        raise ValueError(f"the tests are not Python ({error})") from None
     used: dict[str, None] = {}
     own = set(dir(builtins))
     for table in tables:

@@ -37,7 +37,7 @@ def countdown(
 
 
 def check_numbers(target: Any, numbers: Any) -> None:
-    """Refuse a target that is no number, and anything but a list of whole numbers to reach it. Raises ValueError."""
+    """Refuse a target that is not a number, and anything but a list of whole numbers to reach it. Raises ValueError."""
     try:
         if isinstance(numbers, str) or not list(map(int, numbers)):
             raise TypeError

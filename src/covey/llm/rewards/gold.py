@@ -29,7 +29,7 @@ def check_expression(answer: Any) -> None:
         if depth < 0:
             break
     if not inner or depth < 0:
-        raise ValueError(f"the right answer {text!r:.60} is no mathematics; use the exact reward for texts")
+        raise ValueError(f"the right answer {text!r:.60} is not mathematics; use the exact reward for texts")
 
 
 def check_text(answer: Any) -> None:

@@ -295,7 +295,7 @@ class _Server:
             choice = json.loads(content)["choices"][0]
             text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise PassingFault(f"got a reply that is no chat completion: {self._own_words(content)}") from None
+            raise PassingFault(f"got a reply that is not a chat completion: {self._own_words(content)}") from None
         if not isinstance(text, str):
             raise PassingFault("got a chat completion without text")
         return Reply(hide(text.encode(errors="replace").decode(), self.token), cut)

@@ -49,7 +49,7 @@ def _equal(text: str, answer: str) -> float:
     gold_text = final_answer(answer, unmarked=False)
     gold = _parsed(_as_latex(answer if gold_text is None else gold_text))
     if not gold:
-        raise ValueError(f"the answer {answer!r:.60} is no mathematics; use the exact reward for texts")
+        raise ValueError(f"the answer {answer!r:.60} is not mathematics; use the exact reward for texts")
     stated = final_answer(text)
     given = _parsed(text, _SEARCHED) if stated is None else _parsed(_as_latex(stated))
     return float(any(_same(*pair) for pair in product(gold, given)))

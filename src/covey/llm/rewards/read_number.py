@@ -98,7 +98,7 @@ _NOT_ONE = (
     "|cubed|factorial|mod|或"
 )
 _CHANGING = re.compile(rf"(?:{_FUNCTIONS}|{_NOT_ONE})\Z", re.IGNORECASE)
-# ASCII words of one or two letters that are no product of variables: units, and words of a sentence.
+# ASCII words of one or two letters that are not a product of variables: units, and words of a sentence.
 _SHORT = re.compile(
     r"(?:an|is|am|it|at|in|by|of|to|we|he|so|as|on|pm|AM|PM|[mgshlLNJWVKCF]|[kcmn]m|[km]g|m[lLs]|[dc]l|lb|oz|ft|yd|mi|hr"
     r"|Hz|pt|qt|ha|ns|k[WJ]|Pa|th|st|nd|rd|cc|sq|cu)\Z"
@@ -155,7 +155,7 @@ def whole_number(text: str, *, words_before: bool = True) -> Number | None:
     Accepts LaTeX and Markdown, separators of thousands, decimals, signs, currencies, fractions such as 7/2,
     \\frac{7}{2} and 3 1/2, exponents such as 1.5e3 and 1.5 \\times 10^3, percent, degrees, units and words beside the
     number, and numbers in English words. Of an equation it reads one side if the others are names or calculations. It
-    computes nothing: 2^5 and 2 \\cdot 3 are no numbers.
+    computes nothing: 2^5 and 2 \\cdot 3 are not numbers.
 
     Args:
         words_before: False to refuse words before the number, as in "Room 7", numbers in words, and decimal commas.
@@ -194,7 +194,7 @@ def _number(text: str, *, words_before: bool) -> Number | None:
 
 
 def is_relation(text: str) -> bool:
-    """True if an answer is no expression with one value, but a list, a relation, an alternative, or has an unknown."""
+    """True if an answer is not one value but a list, a relation or an alternative, or has an unknown."""
     *left, right = _sides(text) or [(";", "")]
     return _RELATION.search(right[0]) is not None or not _are_known([side for side, _ in left])
 

@@ -28,7 +28,7 @@ LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
 VERL = {"data_source", "solution_str", "ground_truth"}
 PLURALS = {"answers": "answer", "infos": "info", "tasks": "task"}  # of verifiers' group functions
-WITHOUT_ROWS = ("trainer_state", "log_metric", "log_extra")  # arguments that are no lists
+WITHOUT_ROWS = ("trainer_state", "log_metric", "log_extra")  # arguments that are not lists
 
 
 def begin(setup: Message) -> tuple[Message, Callable[[Message], Message]]:
@@ -122,7 +122,7 @@ def call_function(
 
     Raises:
         InvalidResult: for a wrong count, or a value that is not a number.
-        TypeError: if the function needs an argument that is no column of the data.
+        TypeError: if the function needs an argument that is not a column of the data.
         Exception: any that the function raises.
     """
     count = len(arguments["completions"])  # the function may change its arguments
@@ -241,7 +241,7 @@ def _number(value: Any) -> float | None:
 
 
 def _float_of(value: Any) -> float | None:
-    """A plain float; None if the value is no number. RuntimeError is torch's for a tensor of several numbers."""
+    """A plain float; None if the value is not a number. RuntimeError is torch's for a tensor of several numbers."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

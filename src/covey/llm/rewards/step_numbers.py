@@ -34,6 +34,6 @@ def right_steps(answers: Any) -> list[Number]:
     """The right number of each step. Raises ValueError for an answer that is not a list of numbers."""
     if not isinstance(answers, (list, tuple)):
         raise ValueError(
-            f"the answer {str(answers)!r:.60} is no list: set answer_column to a column with one number for each step"
+            f"the answer {str(answers)!r:.60} is not a list: set answer_column to a column with a number for each step"
         )
     return [right_number(str(answer)) for answer in answers]

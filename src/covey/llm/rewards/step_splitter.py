@@ -38,7 +38,7 @@ def paragraphs(text: str) -> list[int]:
 
 def sentences(text: str) -> list[int]:
     """A step ends after a full stop, an exclamation mark or a question mark before white space, and at a line's end.
-    The number of a list item, as in "2. Add 5", is no sentence.
+    The number of a list item, as in "2. Add 5", is not a sentence.
     """
     ends: list[int] = []
     for match in _SENTENCE.finditer(text):

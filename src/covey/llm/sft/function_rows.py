@@ -49,7 +49,7 @@ def write_rows(name: str, path: Path) -> None:
     """Call a function and write its rows as JSONL.
 
     Raises:
-        TypeError: if a row is no dict of JSON's types.
+        TypeError: if a row is not a dict of JSON's types.
     """
     with open(path, "w", encoding="utf-8") as file:
         sys.path[:] = search_path(name)

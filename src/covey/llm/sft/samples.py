@@ -133,5 +133,5 @@ def read_back(path: Path) -> tuple[list[Sample], list[Sample]]:
             example = EncodedExample(tuple(ids["prompt"]), tuple(ids["completion"]), decided)
             found[row.pop("held_out")].append(Sample(f"{path} line {number}", example, row))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is missing or damaged: sample the examples anew") from error
+        raise ConfigError(f"{path} is missing or damaged: sample the examples again") from error
     return found[False], found[True]

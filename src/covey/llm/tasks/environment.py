@@ -76,7 +76,7 @@ class EnvironmentRows(PromptDataset):
             ConfigError: for the first row that is unusable; if there are too few.
         """
         if config.instruction:
-            raise ConfigError(f"task.instruction is set, but {source} brings prompts of its own: take it out")
+            raise ConfigError(f"task.instruction is set, but {source} brings prompts of its own: remove it")
         training, held_out = (
             [row_of(f"{source}, {name} row {number}", row) for number, row in enumerate(prompts[side])]
             for side, name in (("training", "training"), ("held_out", "held-out"))

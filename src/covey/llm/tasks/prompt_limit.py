@@ -74,7 +74,7 @@ class PromptLimit:
         """The reason why a prompt is too long; "" if it fits.
 
         Raises:
-            ConfigError: if it is no prompt, empty, or refused by the chat template.
+            ConfigError: if it is not a prompt, empty, or refused by the chat template.
         """
         if not isinstance(prompt, str) and not (
             isinstance(prompt, (list, tuple)) and prompt and all(isinstance(message, dict) for message in prompt)

@@ -8,7 +8,7 @@ from covey.tracking.diagnosis.finding import Check, Seen
 from covey.tracking.diagnosis.history import CERTAIN, RECENT, History, error_of, in_errors
 from covey.tracking.diagnosis.settings import Settings
 
-DEAD_STEPS = 2  # in a row, at the beginning of a run, after which more of them are no use
+DEAD_STEPS = 2  # in a row, at the beginning of a run, after which more of them are not a use
 NO_SIGNAL = 0.75  # fraction of groups without signal at which the standard error of the gradient has doubled
 NEXT_TO_NO_SIGNAL = 0.95
 SMALL_GROUP = 3  # in groups of 2 at least half, of 3 a quarter have equal rewards, if rewards are 0 or 1

@@ -53,7 +53,7 @@ class WandbTracker:
         """Begin a run, or continue the one with the position's id.
 
         Online, the server knows the last step. Offline files end at an unknown step if the process was killed, so they
-        are replaced: the run's history is logged anew.
+        are replaced: the run's history is logged again.
         """
         import wandb
 

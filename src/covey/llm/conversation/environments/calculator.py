@@ -12,7 +12,7 @@ from covey.llm.conversation.tools import ToolError
 
 LONGEST_EXPRESSION = 200  # characters
 MOST_BITS = 10_000  # of a number that occurs in the calculation
-DIGITS = 12  # of a result that is no whole number
+DIGITS = 12  # of a result that is not a whole number
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "", "[": "(", "]": ")"} | {"^": "**"})
 
 

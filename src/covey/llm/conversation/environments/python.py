@@ -50,7 +50,7 @@ class Python:
         Args:
             code: the program, which prints its results
         """
-        program = code.encode("utf-8", "replace").decode()  # a lone surrogate is no text
+        program = code.encode("utf-8", "replace").decode()  # a lone surrogate is not text
         with Session(self._sandbox, self.limits) as session:
             try:
                 printed = session.run_script(program, b"", self.limits.output_bytes)

@@ -228,7 +228,7 @@ def _answer(module: types.ModuleType, call: dict[str, Any]) -> dict[str, Any]:
         function = _find(module, call["function"])
         return {"value": encode(function(*decode(call["args"]), **decode(call["kwargs"])))}
     except NotPlain as error:
-        return {"error": ["TypeError", f"the result is {error}, which is no plain value"]}
+        return {"error": ["TypeError", f"the result is {error}, which is not a plain value"]}
     except BaseException as error:
         return {"error": _described(error)}
 
@@ -284,7 +284,7 @@ def _check(request: dict[str, Any], receive: Receive, send: Send) -> None:
         if request["entry_point"]:
             module.check(_proxy(request["entry_point"], receive, ask))
     except _Unsupported as error:
-        send({"broken": ["TypeError", f"the tests pass {error} to the function, which is no plain value"]})
+        send({"broken": ["TypeError", f"the tests pass {error} to the function, which is not a plain value"]})
     except BaseException as error:
         send({stage: _described(error)})
     else:

@@ -25,7 +25,7 @@ def is_readable(descriptor: int, seconds: float) -> bool:
 
 
 class ProgramFault(Exception):
-    """The program broke a limit, ended by itself or sent something that is no reply; one line."""
+    """The program broke a limit, ended by itself or sent something that is not a reply; one line."""
 
 
 class TimeLimit(ProgramFault):

@@ -117,7 +117,7 @@ class Session:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ProgramFault("sent something that is no reply")
+            raise ProgramFault("sent something that is not a reply")
         return message
 
     def _frame_end(self) -> int | None:
@@ -126,7 +126,7 @@ class Session:
             return None
         length = int.from_bytes(received[:4], "big")
         if length > most:
-            raise ProgramFault(f"returned more than {most >> 10} KiB, or something that is no reply")
+            raise ProgramFault(f"returned more than {most >> 10} KiB, or something that is not a reply")
         return 4 + length if len(received) >= 4 + length else None
 
     def run_script(
