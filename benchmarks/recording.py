@@ -29,7 +29,7 @@ from covey.train.collect import FixedSize, StepGroups
 from covey.train.loop import train_step
 from covey.train.prepare import Prepared
 from covey.train.record import Recorder, RolloutRecorder
-from covey.train.state import Progress
+from covey.train.state import Components, LoopConfig, Progress
 
 NOTHING, ROLLOUTS, TOKENS = "nothing", "rollouts", "rollouts and tokens"
 
@@ -73,6 +73,8 @@ def measure(config: RunConfig, rounds: int, group_size: int, run_dir: Path) -> d
         with RunStore(run_dir) as store:
             experiment = builder.build(store, Display(console=Console(quiet=True)))
             parts, progress = experiment.parts, Progress()
+            assert isinstance(parts, Components)
+            assert isinstance(experiment.settings, LoopConfig)
             settings = replace(experiment.settings, group_size=FixedSize(group_size))
             recorders: dict[str, Recorder] = {
                 NOTHING: RecordNothing(),

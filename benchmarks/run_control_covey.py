@@ -23,7 +23,7 @@ from covey.experiment.control import ControlBuilder
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
 from covey.train.loop import train, train_step
-from covey.train.state import Progress
+from covey.train.state import Components, LoopConfig, Progress
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"  # on the disk where users' runs are
 GROUP_SIZE = 8
@@ -40,12 +40,20 @@ def build(recipe: str, overrides: Sequence[str], folder: str) -> Experiment:
     return builder.build(RunStore(folder), display)
 
 
+def policy_training(assembled: Experiment) -> tuple[Components, LoopConfig]:
+    """What the training step of a policy takes."""
+    assert isinstance(assembled.parts, Components)
+    assert isinstance(assembled.settings, LoopConfig)
+    return assembled.parts, assembled.settings
+
+
 def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     """Train until the test is passed, or to the recipe's end."""
     with tempfile.TemporaryDirectory(dir=RUNS) as folder:
         assembled = build(recipe, overrides, folder)
-        assert isinstance(assembled.parts.policy, ControlPolicy)
-        trial = Trial(assembled.parts.policy.greedy_action)
+        parts, settings = policy_training(assembled)
+        assert isinstance(parts.policy, ControlPolicy)
+        trial = Trial(parts.policy.greedy_action)
 
         def before_step() -> bool:
             """The loop asks it when the step before is complete, recorded and perhaps kept as a checkpoint."""
@@ -55,7 +63,7 @@ def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
                 trial.begin()
             return trial.over
 
-        train(assembled.parts, assembled.settings, Progress(), should_stop=before_step)
+        train(parts, settings, Progress(), should_stop=before_step)
         trial.update_done(assembled.facts()["environment_steps"])  # the recipe's last step, if it came to that
     return trial.numbers()
 
@@ -65,8 +73,9 @@ def cost(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=RUNS) as folder:
         options = ["--learning-rate", "1e-12", "--steps", "1000", *overrides]
         assembled = build(recipe, options, folder)
+        parts, settings = policy_training(assembled)
         progress = Progress()
-        steps = [train_step(assembled.parts, assembled.settings, progress).metrics for _ in range(1 + STEPS_TIMED)][1:]
+        steps = [train_step(parts, settings, progress).metrics for _ in range(1 + STEPS_TIMED)][1:]
     return {
         "environment_steps": median(step["decisions/sampled"] for step in steps),
         "sampling_seconds": median(step["time/sample"] for step in steps),
