@@ -125,4 +125,7 @@ def main(revision=None):
 
 
 if __name__ == "__main__":
-    print(picture()) if sys.argv[1:] == ["--picture"] else main(*sys.argv[1:2])
+    if sys.argv[1:] == ["--picture"]:
+        print(picture())
+    else:
+        main(*sys.argv[1:2])
