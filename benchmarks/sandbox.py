@@ -13,10 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 from covey.llm.rewards.code import CodeOptions, CodeRunner
-from covey.llm.rewards.sandbox.backends import CANDIDATES, try_backend
-from covey.llm.rewards.sandbox.interpreter import find_interpreter
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
+from covey.llm.rewards.sandbox.backends import CANDIDATES, find_interpreter, try_backend
+from covey.llm.rewards.sandbox.session import Limits, Sandbox, SandboxFailure, Session
 
 PROGRAM = "print(input()[::-1])"
 FUNCTION = "def solve(x):\n    return x + 1"

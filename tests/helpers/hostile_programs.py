@@ -358,7 +358,7 @@ FORGERIES = {  # `solve(x)` must return a secret number that the program cannot 
     "exits_in_a_signal_handler": "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
     "signal.setitimer(signal.ITIMER_REAL, 0.01)\ndef solve(x):\n    while True: pass",
     "patches_the_encoder": "import sys, os\nm = sys.modules['__main__']\n"
-    "m.json.dumps = m.os.write = m.memoryview = m._send = lambda *a: 0\ndef solve(x): return 1",
+    "m._chunks = m.os.write = m.memoryview = m._send = lambda *a: 0\ndef solve(x): return 1",
     "is_surrogates": "def solve(x): return '\ud800'",
     "is_long": "def solve(x): return 1\n" + "# " + "x" * 5_000_000,
     "prints_surrogates": "print('\\ud800')\ndef solve(x): return '\\ud800'",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from covey.llm.rewards.sandbox import supervisor
 from covey.llm.rewards.sandbox.backends import CANDIDATES, try_backend
-from covey.llm.rewards.sandbox.command import MARK
-from covey.llm.rewards.sandbox.sandlock_launcher import LAUNCHER
 from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure
-from covey.llm.rewards.sandbox.watchdog import marked_processes
 
 BACKENDS = sorted(CANDIDATES)
+NAME = supervisor.__name__.encode()
 
 
 @cache
@@ -43,15 +43,6 @@ def any_backend() -> Sandbox:
     pytest.skip("no sandbox on this machine")
 
 
-def _supervisors() -> list[str]:
-    """Children of the launcher of sandlock. Each ends after its program and all descendants of it."""
-    launcher = LAUNCHER.process.pid if LAUNCHER.process else 0
-    try:
-        return Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except OSError:
-        return []
-
-
 def is_running(process: int) -> bool:
     """True if the process has not ended; the one that must wait for it may not have done so yet."""
     try:
@@ -70,16 +61,26 @@ def descendants(ancestor: int) -> list[int]:
     return below + [process for child in below for process in descendants(child)]
 
 
+def workers() -> list[int]:
+    """Processes in which sandboxes of this test process start programs."""
+    found = []
+    for process in descendants(os.getpid()):
+        with contextlib.suppress(OSError, IndexError):
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+            found += descendants(process)[:1] if NAME in words and parent == str(os.getpid()) else []
+    return found
+
+
 def processes_left(seconds: float = 5.0) -> list[str]:
-    """Sandbox processes of this test process that have not ended after a while: command lines, and supervisors' ids."""
+    """Processes of sandboxes of this test process that have not ended after a while, apart from the workers."""
     deadline = time.monotonic() + seconds
     while True:
-        left = _supervisors()
-        for process in marked_processes(MARK.encode()):
+        left = []
+        for process in {process for worker in workers() for process in descendants(worker)}:
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-                if not any(word.endswith(b"watchdog.py") for word in words):
-                    left.append(b" ".join(words)[:200].decode("utf-8", "replace"))
+                words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
+                left += [words[:200].decode("utf-8", "replace")] * is_running(process)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)

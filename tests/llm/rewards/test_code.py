@@ -28,17 +28,13 @@ from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_progra
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
 from covey.llm.rewards.code_values import matches, same_output
-from covey.llm.rewards.sandbox import backends, bubblewrap
-from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap
+from covey.llm.rewards.sandbox import backends
+from covey.llm.rewards.sandbox.backends import no_sandbox
 from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.local import LocalProcess
 from covey.llm.rewards.sandbox.probe import check_isolation
-from covey.llm.rewards.sandbox.sandlock_launcher import LAUNCHER
-from covey.llm.rewards.sandbox.session import SandboxFailure, Session
-from covey.llm.rewards.sandbox.watchdog import marked_processes
+from covey.llm.rewards.sandbox.session import Limits, Sandbox, SandboxFailure, Session
 from covey.llm.rewards.weighted_reward import WeightedReward
-from helpers.sandboxes import BACKENDS, any_backend, backend, descendants, is_running, processes_left
+from helpers.sandboxes import BACKENDS, any_backend, backend, descendants, is_running, processes_left, workers
 
 LIMITS = Limits(seconds=20.0, cpu_seconds=20)
 DOUBLE = CallTests("solve", [CallCase([n], 2 * n) for n in (3, -1, 0)])
@@ -371,7 +367,7 @@ def test_tests_that_cannot_run_are_a_failed_grading(source: str) -> None:
 @pytest.mark.parametrize("name", ["none", *BACKENDS])
 def test_a_program_has_the_memory_of_its_limit(name: str) -> None:
     """The harness sets the limit for bubblewrap, which is not on every machine, and for programs without a sandbox."""
-    sandbox = LocalProcess() if name == "none" else backend(name)
+    sandbox = no_sandbox() if name == "none" else backend(name)
     program = "try:\n    x = bytearray(400 << 20)\n    print('had it')\nexcept MemoryError:\n    print('had not')"
     tests = StdinTests([StdinCase("", "had it")])
     assert Judge(sandbox, replace(LIMITS, memory_mb=600)).judge(program, tests).is_right
@@ -425,17 +421,17 @@ def test_the_reward_is_all_or_nothing_or_the_share() -> None:
 
 def test_a_failure_of_the_sandbox_is_masked_and_never_0(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = grader()
-    launch = type(any_backend()).launch
+    settings = Sandbox.settings
 
-    def fails(self: object, limits: Limits) -> object:
+    def fails(self: Sandbox, limits: Limits) -> object:
         raise SandboxFailure("no namespace left")
 
-    monkeypatch.setattr(type(any_backend()), "launch", fails)
+    monkeypatch.setattr(Sandbox, "settings", fails)
     (group,) = groups([RIGHT], tests=TESTS, entry_point="f")
     with pytest.raises(GradingError, match="no namespace left"):
         judge.grade([group])
     assert group.rollouts[0].reward is None
-    monkeypatch.setattr(type(any_backend()), "launch", launch)
+    monkeypatch.setattr(Sandbox, "settings", settings)
     mixed = [*groups([RIGHT] * 9, tests=TESTS, entry_point="f"), *groups([RIGHT], tests="broken", entry_point="f")]
     graded = judge.grade(mixed)
     judge.close()
@@ -537,7 +533,7 @@ def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest
 def test_a_sandbox_that_leaks_is_not_used() -> None:
     """A process without isolation fails the probe, so the probe can fail."""
     with pytest.raises(SandboxFailure, match=r"read a file of the host.*opened a connection"):
-        check_isolation(LocalProcess())
+        check_isolation(no_sandbox())
 
 
 # The four leaks of a naive command line: environment, processes of root, user namespaces, ptrace.
@@ -546,30 +542,25 @@ def test_a_sandbox_that_leaks_is_not_used() -> None:
     [("--unshare-net", "opened a connection"), (None, "traced a process|made a user namespace")],
 )
 def test_the_probe_notices_what_is_missing(removed: str | None, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox = backend("bubblewrap")
-    assert isinstance(sandbox, Bubblewrap)
-    start = subprocess.Popen
-
-    def without(command: list[str], **options: object) -> object:
-        if removed in command:
-            command.remove(removed)
-        return start(command, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(bubblewrap.subprocess, "Popen", without)
-    monkeypatch.setattr(bubblewrap, "bpf_filter", lambda: b"")
+    program = backend("bubblewrap").command[0]
+    monkeypatch.setattr(backends, "bpf_filter", lambda: b"")
+    sandbox = backends.bubblewrap(program, disable_userns=False)
+    sandbox.command = [word for word in sandbox.command if word != removed]
     with pytest.raises(SandboxFailure, match=leak):
-        check_isolation(Bubblewrap(sandbox.base[0], disable_userns=False))
+        check_isolation(sandbox)
+    sandbox.sessions.close()
 
 
-def test_bwrap_itself_has_no_environment_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox = backend("bubblewrap")
+def test_neither_bwrap_nor_its_supervisor_has_an_environment_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backend("bubblewrap")
     monkeypatch.setenv("COVEY_TEST_TOKEN", "secret of the run")
-    with Session(sandbox, LIMITS) as session:
-        process = session.launched.process.pid
-        family = [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
-        assert len(family) == 2
+    sandbox = replace(found)  # with a worker that is started now
+    with Session(sandbox, LIMITS):
+        family = [process for worker in workers() for process in (worker, *descendants(worker))]
+        assert len(family) >= 5  # the worker, its fork, bwrap, the first process inside, the program
         for member in family:
             assert b"secret" not in Path(f"/proc/{member}/environ").read_bytes()
+    sandbox.sessions.close()
 
 
 # ---- nothing stays ----
@@ -586,10 +577,9 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
         import sys
         from covey.llm.rewards.code import CodeOptions, CodeRunner
         from covey.llm.rewards.sandbox import backends
-        from covey.llm.rewards.sandbox.command import MARK
         backends.CANDIDATES = {{{name!r}: backends.CANDIDATES[{name!r}]}}
         runner = CodeRunner(CodeOptions(workers=2, time_limit_seconds=3000))
-        print(MARK, flush=True)
+        print("ready", flush=True)
         hang = "import os, sys\\nif not os.fork():\\n    os.setsid()\\n"
         hang += "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\\\nwhile True: time.sleep(1)'])"
         runner.call({{"completions": [hang] * 4, "tests": [[{{"input": "", "output": "x"}}]] * 4}}, 0, 0.0)
@@ -598,19 +588,19 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "src"}
     )
     assert run.stdout is not None
-    mark = run.stdout.readline().strip()
-    assert mark.startswith(b"covey-")
+    assert run.stdout.readline() == b"ready\n"
     time.sleep(seconds)
     os.kill(run.pid, signal.SIGSTOP)  # so that it starts nothing while its processes are listed
-    started = descendants(run.pid)
-    assert len(started) >= 1  # the watchdog
+    started: set[int] = set()
+    while len(started) < len(started := started | set(descendants(run.pid))):  # a supervisor may start some yet
+        pass
+    assert len(started) >= 2  # a supervisor and its worker
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
     deadline = time.monotonic() + 60
-    while (marked_processes(mark) or any(map(is_running, started))) and time.monotonic() < deadline:
+    while any(map(is_running, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert marked_processes(mark) == []
     assert [process for process in started if is_running(process)] == []
 
 
@@ -634,22 +624,28 @@ def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
     values(4)
     before = len(os.listdir("/proc/self/fd"))
     assert values(40) == [1.0, 0.0, 0.0, 1.0] * 10
+    deadline = time.monotonic() + 60
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the sockets of programs are closed in the background
     assert len(os.listdir("/proc/self/fd")) == before
     runner.close()
     assert processes_left() == []
 
 
-def test_a_launcher_that_was_killed_is_started_again_and_its_programs_go_on() -> None:
-    sandbox = backend("sandlock")
-    with Session(sandbox, LIMITS) as running:
-        launcher = LAUNCHER.process
-        assert launcher is not None
-        launcher.kill()
-        with Session(sandbox, LIMITS) as another:
-            assert another.run_script("print(2)", b"", 100) == b"2\n"
-        assert running.run_script("print(1)", b"", 100) == b"1\n"
-    assert LAUNCHER.process is not launcher
+def test_a_worker_that_was_killed_is_started_again_and_its_programs_are_not_judged() -> None:
+    sandbox, before = replace(any_backend()), set(workers())
+    running = Session(sandbox, LIMITS)
+    (worker,) = set(workers()) - before
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(SandboxFailure):
+        running.run_script("import time\ntime.sleep(1000)", b"", 100)
+    running.close()
+    supervisor = sandbox.sessions._worker.child.supervisor  # type: ignore[union-attr]
+    assert supervisor.wait(60) is not None
+    with Session(sandbox, LIMITS) as another:
+        assert another.run_script("print(2)", b"", 100) == b"2\n"
     assert processes_left() == []
+    sandbox.sessions.close()
 
 
 @pytest.mark.slow
@@ -657,17 +653,18 @@ def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
     any_backend()
     program = """
         from covey.llm.rewards.code import CodeOptions, CodeRunner
-        from covey.llm.rewards.sandbox.command import start_watchdog
+        from helpers.sandboxes import workers
         runner = CodeRunner(CodeOptions(workers=1))
         print(runner.call({"completions": ["print(1)"], "tests": [[{"input": "", "output": "1"}]]}, 0, 0.0).values)
         runner.close()
-        print(start_watchdog().pid)
+        print(*workers())
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    values, watchdog = done.stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src:tests"})
+    values, *left = done.stdout.split()
     assert (values, done.stderr) == ("[1.0]", "")
-    assert not Path("/proc", watchdog).exists()
+    assert len(left) == 1
+    assert not any(is_running(int(process)) for process in left)
 
 
 def test_programs_run_side_by_side() -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from covey.config import ConfigError
 from covey.llm.rewards.code import CodeOptions, CodeRunner
-from covey.llm.rewards.sandbox import bubblewrap, probe
-from covey.llm.rewards.sandbox.backends import find_sandbox, try_backend
-from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap, find_bwraps
+from covey.llm.rewards.sandbox import backends, probe
+from covey.llm.rewards.sandbox.backends import find_bwraps, find_sandbox, try_backend
 from covey.llm.rewards.sandbox.session import Sandbox
 from helpers.sandboxes import backend, is_running, processes_left
 
@@ -30,8 +29,8 @@ NOT_EXECUTABLE = "not executable"
 BROKEN = {
     "refuses": (REFUSES, f"the sandbox (bubblewrap) did not start: {NAMESPACE}"),
     "silent": (SILENT, "the sandbox (bubblewrap) did not start: ended with exit code 0"),
-    "other machine": (OTHER_MACHINE, "it cannot be started: [Errno 8] Exec format error"),
-    "no interpreter": (NO_INTERPRETER, "it cannot be started: [Errno 2] No such file or directory"),
+    "other machine": (OTHER_MACHINE, "the sandbox (bubblewrap) did not start: OSError: [Errno 8] Exec format error"),
+    "no interpreter": (NO_INTERPRETER, "the sandbox (bubblewrap) did not start: FileNotFoundError: [Errno 2]"),
     "hangs": (HANGS, "the sandbox (bubblewrap) did not start: took longer than 1 s"),
     "isolates nothing": (WITHOUT_ISOLATION, "test program"),
     "not executable": (NOT_EXECUTABLE, "this user may not run it"),
@@ -45,9 +44,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for folder in folders:
         folder.mkdir()
     monkeypatch.setenv("PATH", f"{folders[0]}:{folders[1]}::{tmp_path / 'absent'}")
-    (folders[2] / "python").symlink_to(sys.executable)  # which starts the watchdog
+    (folders[2] / "python").symlink_to(sys.executable)  # which starts the workers
     monkeypatch.setattr(sys, "executable", str(folders[2] / "python"))
-    monkeypatch.setattr(bubblewrap, "USUAL_FOLDERS", (str(folders[3]),))
+    monkeypatch.setattr(backends, "USUAL_FOLDERS", (str(folders[3]),))
     monkeypatch.setattr(probe, "START_SECONDS", 1.0)
     monkeypatch.setitem(sys.modules, "sandlock", None)  # as if it were not installed
 
@@ -115,7 +114,7 @@ def works(request: pytest.FixtureRequest) -> Sandbox:
 @pytest.mark.slow
 @pytest.mark.parametrize("works", ["bubblewrap"], indirect=True)
 def test_programs_that_do_not_work_hide_no_other(
-    works: Bubblewrap, place: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    works: Sandbox, place: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = []
     for number, (text, _) in enumerate(BROKEN.values()):
@@ -125,11 +124,10 @@ def test_programs_that_do_not_work_hide_no_other(
     monkeypatch.setenv("PATH", ":".join(folders))
     real = place("usual", "")
     real.unlink()
-    real.symlink_to(works.base[0])
+    real.symlink_to(works.command[0])
     monkeypatch.setattr(probe, "START_SECONDS", 5.0)
     chosen = try_backend("bubblewrap")
-    assert isinstance(chosen, Bubblewrap)
-    assert chosen.base[0] == str(real)
+    assert chosen.command[0] == str(real)
 
 
 @pytest.mark.parametrize("works", ["sandlock"], indirect=True)

@@ -16,10 +16,9 @@ import pytest
 
 from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import ProgramFault
+from covey.llm.rewards.sandbox.backends import no_sandbox
 from covey.llm.rewards.sandbox.seccomp import ALLOWED, CHECKED
-from covey.llm.rewards.sandbox.session import Sandbox, Session
+from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Sandbox, Session
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left
 
@@ -98,11 +97,8 @@ def test_a_program_reaches_nothing_outside(
             printed = session.run_script(f"{TRY}\n{places}\n{numbers}\n{ESCAPES[name]}\nprint('done')", b"", 1 << 20)
             assert b"done" in printed
         except ProgramFault as fault:  # ended for the attempt; a mistake of the program itself is no such end
-            printed, ended = (
-                bytes(session.pipes.received),
-                "was killed" in str(fault) or "PermissionError" in str(fault),
-            )
-            assert ended, fault  # noqa: PT017 -- not the expected error alone
+            printed = fault.printed
+            assert "was killed" in str(fault) or "PermissionError" in str(fault), fault  # noqa: PT017
     unix.unlink()
     assert b"LEAK" not in printed, printed.decode("utf-8", "replace")
     assert canary.read_text() == "secret of the host"
@@ -157,11 +153,9 @@ def test_the_programs_would_pass_if_they_were_right(sandbox: Sandbox) -> None:
 
 def test_an_attempt_that_succeeds_is_noticed(tmp_path: Path) -> None:
     """Without a sandbox the programs do reach the canary, so the tests above can fail."""
-    from covey.llm.rewards.sandbox.local import LocalProcess
-
     canary = tmp_path / "expected.txt"
     canary.write_text("secret of the host")
-    with Session(LocalProcess(), LIMITS) as session:
+    with Session(no_sandbox(), LIMITS) as session:
         source = f"{TRY}\nCANARY = {str(canary)!r}\n{ESCAPES['reads_the_hidden_file']}"
         assert b"LEAK" in session.run_script(source, b"", 1 << 20)
 

@@ -6,17 +6,13 @@ These tests need no bwrap. A backend that does not isolate is not used, so that 
 from __future__ import annotations
 
 import struct
-import subprocess
 from typing import Any
 
 import pytest
 
-from covey.llm.rewards.sandbox import bubblewrap, seccomp
-from covey.llm.rewards.sandbox.bubblewrap import Bubblewrap
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import SandboxFailure
+from covey.llm.rewards.sandbox import backends, seccomp, supervisor
+from covey.llm.rewards.sandbox.session import Limits
 
-BWRAP = "/usr/bin/bwrap"
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Numbers of the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h).
@@ -95,37 +91,19 @@ def test_the_filter_ends_a_program_of_another_architecture() -> None:
         seccomp.bpf_filter("riscv64")
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The command and the options with which bwrap is started."""
-    found: dict[str, Any] = {}
-
-    start = subprocess.Popen
-
-    def record(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        if command[0] != BWRAP:  # the interpreter's files, the watchdog
-            return start(command, **options)
-        found.update(options, command=command)
-        raise OSError("not started in this test")
-
-    monkeypatch.setattr(bubblewrap.os, "access", lambda path, mode: True)
-    monkeypatch.setattr(bubblewrap.subprocess, "Popen", record)
-    return found
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("as_root", [True, False])
 def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_written(
-    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as_root: bool
+    monkeypatch: pytest.MonkeyPatch, as_root: bool
 ) -> None:
-    monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 0 if as_root else 1000)
-    with pytest.raises(SandboxFailure, match="it cannot be started: not started in this test"):
-        Bubblewrap(BWRAP).launch(Limits(seconds=1.0, cpu_seconds=1))
-    command = started["command"]
+    monkeypatch.setattr(backends.os, "geteuid", lambda: 0 if as_root else 1000)
+    monkeypatch.setattr(backends.os, "access", lambda path, mode: True)
+    sandbox = backends.bubblewrap("/usr/bin/bwrap")
+    command = list(sandbox.command)
     options = command[: command.index("--")]
     assert {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--clearenv", "--new-session",
             "--die-with-parent"} <= set(options)  # fmt: skip
-    assert seccomp.bpf_filter().hex() in command[-1]  # the harness passes it on to the kernel
+    assert command[-1] == seccomp.bpf_filter().hex()  # the harness passes it on to the kernel
     assert options[options.index("--cap-drop") + 1] == "ALL"
     assert ("--disable-userns" in options and "--unshare-user" in options) is not as_root
     last_mount = max(place for place, word in enumerate(options) if word in ("--ro-bind", "--tmpfs", "--dir"))
@@ -133,5 +111,22 @@ def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_wri
     assert len(remounted) == 1
     assert remounted[0] > last_mount
     assert not {"--bind", "--dev-bind", "--proc", "--setenv", "--share-net"} & set(options)
+    uids = [sandbox.settings(Limits(processes=3))["harness"] for _ in range(2)]
+    assert [settings["limits"]["RLIMIT_NPROC"] for settings in uids] == [3 if as_root else 4] * 2
+    assert (uids[0]["uid"] != uids[1]["uid"]) is as_root
+
+
+def test_bwrap_is_started_without_environment_in_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+
+    def record(command: list[str], **options: Any) -> None:
+        started.update(options)
+        raise OSError("not started in this test")
+
+    monkeypatch.setattr(supervisor, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", record)
+    program = supervisor.Program({"command": [], "policy": None, "folder": ""}, {"harness": {}})
+    with pytest.raises(OSError, match="not started"):
+        program({"seconds": 1.0, "most": 1})
     assert started["env"] == {}
     assert started["start_new_session"] is True

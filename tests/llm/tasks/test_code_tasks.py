@@ -15,7 +15,7 @@ from covey.config import ConfigError, HumanEvalConfig
 from covey.llm.rewards.code import extract_program
 from covey.llm.rewards.code_judge import Judge
 from covey.llm.rewards.code_tests import CheckTests, read_tests
-from covey.llm.rewards.sandbox.limits import Limits
+from covey.llm.rewards.sandbox.session import Limits
 from covey.llm.tasks import CodeFunctions, HumanEval, build_task, code_functions
 from covey.llm.tasks.code_functions import OPERATIONS, Function, _behaviour
 from helpers.sandboxes import any_backend

@@ -18,8 +18,7 @@ from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardRunner, in_thread
 from covey.llm.rewards.sandbox.backends import choose_sandbox
 from covey.llm.rewards.sandbox.harness import NotPlain
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.session import SandboxFailure
+from covey.llm.rewards.sandbox.session import Limits, SandboxFailure
 from covey.runtime.worker.child import one_line
 from covey.runtime.worker.process import CallError
 

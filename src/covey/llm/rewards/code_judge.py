@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Any
 
 from covey.llm.rewards.code_tests import CallTests, CheckTests, StdinTests, Tests
 from covey.llm.rewards.code_values import matches, same_output
 from covey.llm.rewards.sandbox.harness import encode
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import ProgramFault, TimeLimit
-from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
+from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Sandbox, SandboxFailure, Session, TimeLimit
 from covey.runtime.worker.child import one_printable_line
 
 Source = dict[str, str]  # "prefix" and "source", the text of the program
@@ -71,90 +70,67 @@ class Judge:
         source = {"prefix": prefix, "source": program}
         if isinstance(tests, CheckTests):
             return self._judge_check(source, tests)
-        passed, fault, total = 0, "", len(tests.cases)
+        total = len(tests.cases)
         budget = _Budget(self.limits.seconds, total)
-        run = (
-            self._stdin_runner(source, tests, budget)
-            if isinstance(tests, StdinTests)
-            else _Calls(self, source, tests, budget)
-        )
-        try:
-            for number in range(total):
-                try:
-                    wrong = run(number)
-                except ProgramFault as error:
-                    wrong = str(error)
-                    if isinstance(error, TimeLimit):
-                        wrong = wrong if budget.left > 0 else f"all cases took longer than {budget.total:g} s"
-                        return Verdict(passed, total, fault or f"case {number + 1}: {wrong}")
-                passed += not wrong
-                fault = fault or (wrong and f"case {number + 1}: {wrong}")
-                if wrong and not self.every_case:
-                    break
-        finally:
-            if isinstance(run, _Calls):
-                run.close()
+        if isinstance(tests, StdinTests):
+            return self._judge_cases(partial(self._run_case, source, tests, budget), budget, total)
+        with _Calls(self, source, tests, budget) as run:
+            return self._judge_cases(run, budget, total)
+
+    def _judge_cases(self, run: Callable[[int], str], budget: _Budget, total: int) -> Verdict:
+        """Run cases; `run` returns what is wrong with the result of one, or an empty text."""
+        passed, fault = 0, ""
+        for number in range(total):
+            try:
+                wrong = run(number)
+            except ProgramFault as error:
+                wrong = str(error)
+                if isinstance(error, TimeLimit):
+                    wrong = wrong if budget.left > 0 else f"all cases took longer than {budget.total:g} s"
+                    return Verdict(passed, total, fault or f"case {number + 1}: {wrong}")
+            passed += not wrong
+            fault = fault or (wrong and f"case {number + 1}: {wrong}")
+            if wrong and not self.every_case:
+                break
         return Verdict(passed, total, fault or "passed")
 
-    def _stdin_runner(self, source: Source, tests: StdinTests, budget: _Budget) -> Callable[[int], str]:
-        limits = replace(self.limits, cpu_seconds=ceil(self.limits.seconds) + SPARE_CPU_SECONDS)
+    def _run_case(self, source: Source, tests: StdinTests, budget: _Budget, number: int) -> str:
+        case, limits = tests.cases[number], self._limits(self.limits.seconds)
+        most = limits.output_bytes + 4 * len(case.output)
+        given = case.input.encode("utf-8", "replace")
+        with Session(self.sandbox, limits) as session, budget.case() as seconds:
+            printed = session.run_script(source["source"], given, most, source["prefix"], seconds)
+        return "" if same_output(case.output, printed) else "wrong output"
 
-        def run(number: int) -> str:
-            case = tests.cases[number]
-            most = limits.output_bytes + 4 * len(case.output)
-            given = case.input.encode("utf-8", "replace")
-            with Session(self.sandbox, limits) as session, budget.case() as seconds:
-                printed = session.run_script(source["source"], given, most, source["prefix"], seconds)
-            return "" if same_output(case.output, printed) else "wrong output"
-
-        return run
+    def _limits(self, seconds: float) -> Limits:
+        """The limits of a process that may run for this wall time."""
+        return replace(self.limits, cpu_seconds=ceil(seconds) + SPARE_CPU_SECONDS)
 
     # ---- test programs ----
 
     def _judge_check(self, source: Source, tests: CheckTests) -> Verdict:
-        seconds = self.limits.seconds
-        limits = replace(self.limits, cpu_seconds=ceil(seconds) + SPARE_CPU_SECONDS)
-        with Session(self.sandbox, limits) as program, Session(self.sandbox, limits) as checker:
-            left = _Countdown(time.monotonic() + seconds)
-            try:
-                load(program, source, left())
-            except ProgramFault as error:
-                return Verdict(0, 1, str(error))
-            checker.send(
-                {
-                    "mode": "check",
-                    "prefix": source["prefix"],
-                    "source": tests.source,
-                    "functions": list(tests.functions),
-                    "others": list(tests.others),
-                    "entry_point": tests.entry_point,
-                }
-            )
-            return self._answer_calls(program, checker, left)
-
-    def _answer_calls(self, program: Session, checker: Session, left: _Countdown) -> Verdict:
         """Pass calls of the test program on to the program under test, until the test program has its verdict."""
-        fault = ""
-        while True:
+        limits, fault = self._limits(self.limits.seconds), ""
+        late = f"took longer than {self.limits.seconds:g} s"
+        frame: dict[str, Any] = {"mode": "check", "prefix": source["prefix"], **asdict(tests)}
+        with Session(self.sandbox, limits) as program, Session(self.sandbox, limits) as checker:
+            deadline = time.monotonic() + self.limits.seconds
             try:
-                message = checker.receive(left())
-            except TimeLimit:
-                return Verdict(0, 1, fault or f"took longer than {self.limits.seconds:g} s")
-            except ProgramFault as error:  # the values that it got may be too large for it
-                return Verdict(0, 1, fault or f"the tests {error}")
-            if "call" not in message:
-                return _verdict_of(message, fault)
-            call = {"function": message["call"], "args": message["args"], "kwargs": message["kwargs"]}
-            try:
-                program.send(call)
-                reply = program.receive(left())
-            except TimeLimit:
-                return Verdict(0, 1, f"took longer than {self.limits.seconds:g} s")
+                load(program, source, self.limits.seconds)
+                while True:
+                    try:
+                        message = checker.ask(frame, deadline - time.monotonic())
+                    except ProgramFault as error:  # the values that it got may be too large for it
+                        return Verdict(0, 1, fault or (late if isinstance(error, TimeLimit) else f"the tests {error}"))
+                    if "call" not in message:
+                        return _verdict_of(message, fault)
+                    call = {"function": message["call"], "args": message["args"], "kwargs": message["kwargs"]}
+                    reply = program.ask(call, deadline - time.monotonic())
+                    kind, text = error_of(reply)
+                    fault = fault or (f"{kind}: {text}" if kind else "")
+                    frame = {"error": [kind, text]} if kind else {"value": reply.get("value")}
             except ProgramFault as error:
-                return Verdict(0, 1, str(error))
-            kind, text = error_of(reply)
-            fault = fault or (f"{kind}: {text}" if kind else "")
-            checker.send({"error": [kind, text]} if kind else {"value": reply.get("value")})
+                return Verdict(0, 1, late if isinstance(error, TimeLimit) else str(error))
 
 
 class _Budget:
@@ -174,29 +150,11 @@ class _Budget:
             self.left -= time.monotonic() - began
 
 
-class _Countdown:
-    """Seconds that are left until a deadline.
-
-    Raises:
-        TimeLimit: after it, also if the next reply is there already.
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-
-    def __call__(self) -> float:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeLimit("took longer than its time")
-        return left
-
-
 class _Calls:
     """Calls one function of a program, in a process that is started again after it ended."""
 
     def __init__(self, judge: Judge, source: Source, tests: CallTests, budget: _Budget) -> None:
-        # of all cases, because they share a process
-        self.limits = replace(judge.limits, cpu_seconds=ceil(budget.total) + SPARE_CPU_SECONDS)
+        self.limits = judge._limits(budget.total)  # of all cases, because they share a process
         self.sandbox, self.source, self.tests, self.budget = judge.sandbox, source, tests, budget
         self._session: Session | None = None
 
@@ -210,8 +168,7 @@ class _Calls:
                 with self.budget.case() as seconds:
                     load(self._session, self.source, seconds)
             with self.budget.case() as seconds:
-                self._session.send(call)
-                reply = self._session.receive(seconds)
+                reply = self._session.ask(call, seconds)
         except ProgramFault:
             self.close()
             raise
@@ -219,6 +176,12 @@ class _Calls:
         if kind:
             return f"{kind}: {text}"
         return "" if "value" in reply and matches(case.expected, reply["value"]) else "wrong result"
+
+    def __enter__(self) -> _Calls:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         session, self._session = self._session, None
@@ -232,8 +195,7 @@ def load(session: Session, source: Source, seconds: float) -> None:
     Raises:
         ProgramFault: if it raises, or does not end.
     """
-    session.send({"mode": "functions", **source})
-    reply = session.receive(seconds)
+    reply = session.ask({"mode": "functions", **source}, seconds)
     kind, text = error_of(reply)
     if kind or reply != {"loaded": True}:
         raise ProgramFault(f"{kind or 'no reply'}: {text}")

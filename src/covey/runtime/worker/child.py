@@ -13,7 +13,7 @@ The code is trusted: the processes enforce the deadline and contain crashes. The
 
 What the worker does is defined by a service, a module with a function `begin`. It gets the first request and returns
 the reply to it, and a function that answers the other requests. If the first request has `sessions`, the worker forks
-for each session instead, and the function makes from a seed what answers the requests of one.
+for each session instead, and the function makes from a seed or settings what answers the requests of one.
 
 This file imports the standard library only and is run by its path, so that the worker starts in milliseconds and
 neither the package nor its folder is on the search path of the user's code.
@@ -22,6 +22,7 @@ neither the package nor its folder is on the search path of the user's code.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -169,8 +170,9 @@ class _Worker:
         with contextlib.suppress(ConnectionError):  # the run does not wait any more
             self.connection.sendall(line)
 
-    def _serve_sessions(self, make: Callable[[int], Answer]) -> NoReturn:
+    def _serve_sessions(self, make: Callable[[Any], Answer]) -> NoReturn:
         """Fork for each session, whose socket comes with a line of the connection."""
+        gc.freeze()  # so that forks share more memory
         processes: dict[int, int] = {}
         rest, sockets = b"", []
         poll = select.poll()
@@ -191,7 +193,7 @@ class _Worker:
                 else:
                     processes[request["new"]] = self._fork(make, request["seed"], sockets.pop(0))
 
-    def _fork(self, make: Callable[[int], Answer], seed: int, descriptor: int) -> int:
+    def _fork(self, make: Callable[[Any], Answer], seed: Any, descriptor: int) -> int:
         process = os.fork()
         if process:
             os.close(descriptor)
@@ -454,19 +456,24 @@ def adopt_orphans() -> None:
     _prctl(_SUBREAPER, 1)
 
 
-def end_descendants() -> None:
+def end_descendants(patience: float = 0.0) -> bool:
     """Kill descendants until there are no children: a process may start others until it is killed, and its orphans
-    become children of this one.
+    become children of this one. False if there are still some after END_SECONDS.
+
+    Args:
+        patience: seconds for children that were killed already, before others are searched.
     """
-    deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline:
-        _kill(_descendants(os.getpid()))
+    began = time.monotonic()
+    while time.monotonic() < began + END_SECONDS:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return
+            return True
+        if time.monotonic() >= began + patience:
+            _kill(_descendants(os.getpid()))
         time.sleep(0.002)
+    return False
 
 
 def end_marked(mark: str) -> None:

@@ -55,6 +55,7 @@ class Worker:
         *,
         repeat: bool = True,
         field: str = "its timeout_seconds",
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         """
         Args:
@@ -63,9 +64,10 @@ class Worker:
             load_seconds: deadline of the reply to it.
             repeat: repeat a call that fails in a child that answered before.
             field: that raises this deadline, for messages.
+            environment: variables of the child.
         """
         self._service, self._setup, self.load_seconds = service, setup, load_seconds
-        self._repeat, self._field = repeat, field
+        self._repeat, self._field, self._environment = repeat, field, environment
         self._lock = asyncio.Lock()
         self.child: Child | None = None
 
@@ -99,7 +101,7 @@ class Worker:
     async def start(self) -> Message:
         """Start the child; returns the reply to the first request. Errors as of `ask`."""
         setup = self._setup()
-        self.child = await Child.start(self._service)
+        self.child = await Child.start(self._service, self._environment)
         try:
             return await self._exchange(setup, self.load_seconds)
         except CallTimeout as error:
@@ -222,7 +224,7 @@ def _in_json(value: Any) -> Any:
 class Child:
     """A started child: supervisor and worker, the connection to the worker, and the copy of its output."""
 
-    def __init__(self, service: ModuleType) -> None:
+    def __init__(self, service: ModuleType, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self.mark = secrets.token_hex(16)
         # Run by its path and with -P, so that neither the package nor its folder is imported by accident. In its own
@@ -236,7 +238,7 @@ class Child:
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
             # With the same hashes in every process, a function that iterates over a set gives the same results again.
-            env=os.environ | {child.MARK: self.mark, "PYTHONHASHSEED": "0"},
+            env={**environment, child.MARK: self.mark, "PYTHONHASHSEED": "0"},
         )
         theirs.close()
         ours.setblocking(False)
@@ -245,9 +247,9 @@ class Child:
         self.connection = Connection(ours, self.output)
 
     @classmethod
-    async def start(cls, service: ModuleType) -> Child:
+    async def start(cls, service: ModuleType, environment: Mapping[str, str]) -> Child:
         """Start a child and the copy of its output."""
-        started = cls(service)
+        started = cls(service, environment)
         loop = asyncio.get_running_loop()
         loop.add_reader(started.output.descriptor, started._pass_on)
         background().at_close.add(started.end)

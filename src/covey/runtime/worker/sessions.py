@@ -29,25 +29,25 @@ class Sessions:
         setup: Callable[[], Message],
         seconds: float,
         load_seconds: float,
-        *,
-        field: str,
+        **options: Any,
     ) -> None:
         """
         Args:
-            service, setup, load_seconds, field: as of `Worker`.
+            service, setup, load_seconds, options: as of `Worker`.
             seconds: deadline of a request.
         """
-        self._worker = Worker(service, lambda: {**setup(), "sessions": True}, load_seconds, field=field)
+        self._worker = Worker(service, lambda: {**setup(), "sessions": True}, load_seconds, **options)
         self.seconds = seconds
         self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
         self._open: set[Session] = set()
 
     def start(self) -> Message:
         """Start the child; returns the reply to the first request. Errors as of `Worker.ask`."""
         return background().run(self._worker.start())
 
-    def open(self, seed: int) -> Session:
-        """A new session. The child is started if there is none.
+    def open(self, seed: Any) -> Session:
+        """A new session, which the service makes from a seed or settings. The child is started if there is none.
 
         Raises:
             CallError: if it cannot be started.
@@ -58,31 +58,26 @@ class Sessions:
         """End all sessions."""
         background().run(self._end())
 
-    async def _begin(self, seed: int) -> Session:
+    async def _begin(self, seed: Any) -> Session:
         for _attempt in range(2):
-            if self._worker.child is None:
-                await self._worker.start()
-            assert self._worker.child is not None
-            try:
-                session = await self._forked(self._worker.child, seed)
-            except OSError:  # the worker was killed
-                await self._end()
-                continue
+            async with self._starting:
+                if self._worker.child is None:
+                    await self._worker.start()
+            child, number = self._worker.child, next(self._numbers)
+            assert child is not None
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    await _send(child, {"new": number, "seed": seed}, [theirs.fileno()])
+                except OSError:  # the worker was killed
+                    ours.close()
+                    await self._end()
+                    continue
+            ours.setblocking(False)
+            session = Session(self, child, Connection(ours, child.output), number)
             self._open.add(session)
             return session
         raise CallError("its process ends again and again")
-
-    async def _forked(self, child: Child, seed: int) -> Session:
-        number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                await _send(child, {"new": number, "seed": seed}, [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        return Session(self, child, Connection(ours, child.output), number)
 
     async def _end(self) -> None:
         for session in list(self._open):

@@ -6,9 +6,7 @@ from math import ceil
 from typing import Any
 
 from covey.llm.rewards.sandbox.backends import choose_sandbox
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import ProgramFault
-from covey.llm.rewards.sandbox.session import Session
+from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Session
 
 SPARE_CPU_SECONDS = 2  # for the start of the interpreter
 

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 
 from covey.llm.rewards.sandbox.harness import encode
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import ProgramFault
-from covey.llm.rewards.sandbox.session import Sandbox, SandboxFailure, Session
+from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Sandbox, SandboxFailure, Session
 
 PROBE_SECONDS = 60.0
 START_SECONDS = 15.0  # of a candidate, which may be broken and never start
@@ -114,10 +112,10 @@ def check_isolation(sandbox: Sandbox) -> None:
         session = stack.enter_context(Session(sandbox, Limits(seconds=PROBE_SECONDS, start_seconds=START_SECONDS)))
         arguments = [str(canary), folder, listener.getsockname()[1], TRIED_PROCESSES, os.getpid()]
         try:
-            session.send({"mode": "functions", "prefix": "", "source": _PROGRAM})
-            loaded = session.receive(PROBE_SECONDS)
-            session.send({"function": "attempts", "args": encode(arguments), "kwargs": encode({})})
-            reply = session.receive(PROBE_SECONDS) if "loaded" in loaded else loaded
+            reply = session.ask({"mode": "functions", "prefix": "", "source": _PROGRAM}, PROBE_SECONDS)
+            if "loaded" in reply:
+                call = {"function": "attempts", "args": encode(arguments), "kwargs": encode({})}
+                reply = session.ask(call, PROBE_SECONDS)
         except ProgramFault as error:
             raise SandboxFailure(f"its test program {error}") from None
         found = reply.get("value")

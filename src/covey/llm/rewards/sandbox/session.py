@@ -1,133 +1,165 @@
-"""One sandboxed process as seen by the parent: frames to and from the harness, and its end."""
+"""One sandboxed process as seen by the run: frames to and from the harness, and its end."""
 
 from __future__ import annotations
 
+import base64
 import json
-import time
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any
 
-from covey.llm.rewards.sandbox.limits import Limits
-from covey.llm.rewards.sandbox.pipes import Pipes, Process, ProgramFault, TimeLimit
+from covey.llm.rewards.sandbox import supervisor
+from covey.llm.rewards.sandbox.harness import DEEPEST
+from covey.runtime.worker import child
+from covey.runtime.worker.child import InvalidResult, Message
+from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Sessions
 
-END_SECONDS = 10.0  # for killed processes to disappear
+LOAD_SECONDS = 60.0  # for the worker of a backend to start
+SPARE_SECONDS = 10.0  # for the reply of a supervisor that ends its program at a deadline
+RESOURCES = {  # of each process of a program, as names of RLIMIT_ constants
+    "RLIMIT_CORE": 0,
+    "RLIMIT_FSIZE": 1 << 24,  # for a backend in which a program can write at all
+    "RLIMIT_NOFILE": 64,
+    "RLIMIT_MEMLOCK": 0,
+    "RLIMIT_MSGQUEUE": 0,
+    "RLIMIT_SIGPENDING": 64,
+    "RLIMIT_RTPRIO": 0,
+}
 
 
 class SandboxFailure(Exception):
     """The sandbox did not work, so the program is not judged; one line."""
 
 
-class Launched(Protocol):
-    """A started sandbox."""
+class ProgramFault(Exception):
+    """The program broke a limit, ended by itself or sent something that is not a reply; one line."""
 
-    @property
-    def process(self) -> Process: ...
-
-    def end_descriptor(self) -> int:
-        """A new descriptor that is readable once the process has ended."""
-
-    def kill_all(self) -> None:
-        """Kill every process of the sandbox, and return when none is left.
-
-        Raises:
-            SandboxFailure: if a process remains.
-        """
+    printed = b""  # before
 
 
-class Sandbox(Protocol):
-    """A way to start the harness in isolation."""
+class TimeLimit(ProgramFault):
+    """The program was still running at its deadline."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. The processor and memory limits hold for each of its processes."""
+
+    seconds: float = 5.0  # wall time of one case
+    cpu_seconds: int = 6  # processor time of a process
+    memory_mb: int = 256  # address space of a process
+    processes: int = 4  # processes and threads together, the first included
+    output_bytes: int = 1 << 20  # printed to each of stdout and stderr, and of one reply
+    start_seconds: float = 60.0  # for the sandbox to report that it is ready, on a busy machine
+
+
+@dataclass
+class Sandbox:
+    """A way to start the harness in isolation.
+
+    Args:
+        name: of the backend.
+        command: starts the harness; its settings in JSON are added as the last argument.
+        policy: of sandlock, which runs the command and limits memory and processes; None: the harness limits them.
+        path: `sys.path` of the worker; empty: its own.
+        processes: of the backend that count as the program's (RLIMIT_NPROC); None: the harness does not limit them,
+            because the limit would count all processes of the user.
+        next_uid: makes a user and group id for a program; None: it keeps those of the run.
+        folder: in which each program has a working folder; empty: it needs none.
+    """
 
     name: str
+    command: Sequence[str]
+    policy: Mapping[str, Any] | None = None
+    path: Sequence[str] = ()
+    processes: int | None = None
+    next_uid: Callable[[], int] | None = None
+    folder: str = ""
 
-    def launch(self, limits: Limits) -> Launched:
-        """Start the harness with pipes as its stdin, stdout and stderr.
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Starts the programs."""
+        backend = {"command": self.command, "policy": self.policy, "path": self.path, "folder": self.folder}
+        return Sessions(supervisor, lambda: backend, LOAD_SECONDS, LOAD_SECONDS, environment={})
 
-        Raises:
-            SandboxFailure: if it cannot be started within `limits.start_seconds`.
-        """
+    def settings(self, limits: Limits) -> Message:
+        """Of one program: for the harness, and what is added to sandlock's policy."""
+        numbers = RESOURCES | {"RLIMIT_CPU": limits.cpu_seconds}
+        if self.policy is None:
+            numbers["RLIMIT_AS"] = limits.memory_mb << 20
+        if self.processes is not None:
+            numbers["RLIMIT_NPROC"] = limits.processes + self.processes
+        uid = None if self.next_uid is None else self.next_uid()
+        policy = {"max_processes": limits.processes, "max_memory": f"{limits.memory_mb}M"}
+        return {"harness": {"uid": uid, "limits": numbers}, "policy": policy}
 
 
 class Session:
     """A harness in a sandbox, until `close`; a context manager.
 
     Raises:
-        SandboxFailure: from the constructor, if the harness does not report that it is ready.
+        SandboxFailure: from the constructor, if the harness does not report that it is ready. OSError: without
+            descriptors.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
         self.limits = limits
-        deadline = time.monotonic() + limits.start_seconds
-        self.launched = sandbox.launch(limits)
-        process = self.launched.process
+        did_not_start = f"the sandbox ({sandbox.name}) did not start"
         try:
-            self.pipes = Pipes(process, self.launched.end_descriptor(), limits.output_bytes)
-        except OSError:  # no descriptor left
-            self.launched.kill_all()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
-            raise
-        reason = ""
+            self._program = sandbox.sessions.open(sandbox.settings(limits))
+        except CallError as error:
+            raise SandboxFailure(f"{did_not_start}: {error}") from None
         try:
-            ready = self.receive(deadline - time.monotonic())
-        except TimeLimit:
-            ready, reason = {}, f"took longer than {limits.start_seconds:g} s"
-        except ProgramFault as error:
-            ready, reason = {}, str(error)
+            if self.ask(None, limits.start_seconds) != {"ready": True}:
+                raise ProgramFault("it sent something else than that it is ready")
+        except (ProgramFault, SandboxFailure) as error:
+            self.close()
+            raise SandboxFailure(f"{did_not_start}: {error}") from None
         except BaseException:
             self.close()
             raise
-        if ready != {"ready": True}:
-            reason = self.pipes.last_line() or reason or "it sent something else than that it is ready"
-            self.close()
-            raise SandboxFailure(f"the sandbox ({sandbox.name}) did not start: {reason}")
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """End every process of the sandbox."""
+        """End every process of the sandbox.
+
+        Raises:
+            SandboxFailure: if one is left.
+        """
         try:
-            self.launched.kill_all()
+            if not self._program.failed:
+                ended = self._program.ask({"end": True}, child.END_SECONDS + SPARE_SECONDS).result()["ended"]
+                if not ended:
+                    raise SandboxFailure("a process of the sandbox could not be ended")
+        except CallError as error:
+            raise SandboxFailure(f"a program could not be ended: {error}") from None
         finally:
-            self.pipes.close()
+            self._program.close()
 
-    def send(self, message: dict[str, Any], rest: bytes | None = None) -> None:
-        """Queue a frame; with `rest`, also the bytes after it, which are the last."""
-        payload = json.dumps(message).encode()
-        self.pipes.write(len(payload).to_bytes(4, "big") + payload + (rest or b""), last=rest is not None)
-
-    def receive(self, seconds: float) -> dict[str, Any]:
-        """The next frame.
+    def ask(self, frame: Message | None, seconds: float) -> Message:
+        """Send a frame, unless it is None; returns the next frame of the harness.
 
         Raises:
             ProgramFault: at the deadline, if the process ended, or for anything else than a frame.
+            SandboxFailure: if the supervisor ended.
         """
-        pipes = self.pipes
-        pipes.pump(seconds, lambda: self._frame_end() is not None or pipes.has_ended)
-        end = self._frame_end()
-        if end is None:
-            raise ProgramFault(pipes.description_of_end())
-        payload = bytes(pipes.received[4:end])
-        del pipes.received[:end]
+        request = {} if frame is None else {"frame": frame}
+        reply = self._ask(request, seconds, self.limits.output_bytes)["frame"]
         try:
-            message = json.loads(payload)
+            message = json.loads(reply.encode("latin-1"))
         except (ValueError, RecursionError):
             message = None
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or not _is_flat(message):
             raise ProgramFault("sent something that is not a reply")
         return message
-
-    def _frame_end(self) -> int | None:
-        received, most = self.pipes.received, self.limits.output_bytes
-        if len(received) < 4:
-            return None
-        length = int.from_bytes(received[:4], "big")
-        if length > most:
-            raise ProgramFault(f"returned more than {most >> 10} KiB, or something that is not a reply")
-        return 4 + length if len(received) >= 4 + length else None
 
     def run_script(
         self, source: str, stdin: bytes, most_output: int, prefix: str = "", seconds: float | None = None
@@ -142,10 +174,28 @@ class Session:
         Raises:
             ProgramFault: if it broke a limit, or its exit code is not 0.
         """
-        pipes = self.pipes
-        pipes.most_output = most_output
-        self.send({"mode": "script", "prefix": prefix, "source": source}, rest=stdin)
-        pipes.pump(self.limits.seconds if seconds is None else seconds, lambda: pipes.has_ended)
-        if pipes.process.wait() != 0:
-            raise ProgramFault(pipes.description_of_end())
-        return bytes(pipes.received)
+        frame = {"mode": "script", "prefix": prefix, "source": source}
+        request = {"frame": frame, "rest": base64.b64encode(stdin).decode()}
+        reply = self._ask(request, self.limits.seconds if seconds is None else seconds, most_output)
+        return base64.b64decode(reply["printed"])
+
+    def _ask(self, request: Message, seconds: float, most: int) -> Message:
+        try:
+            asked = self._program.ask(request | {"seconds": seconds, "most": most}, seconds + SPARE_SECONDS)
+            reply = asked.result()
+        except (CallError, InvalidResult) as error:
+            raise SandboxFailure(str(error)) from None
+        if "fault" in reply:
+            fault = (TimeLimit if reply["late"] else ProgramFault)(reply["fault"])
+            fault.printed = base64.b64decode(reply["printed"])
+            raise fault
+        return reply
+
+
+def _is_flat(message: Message) -> bool:
+    """True if a frame has no more levels than those of the harness, so that it can be sent on."""
+    level: list[Any] = [message]
+    for _ in range(2 * DEEPEST):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
+    return not level
