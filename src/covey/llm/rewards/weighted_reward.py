@@ -14,8 +14,8 @@ from covey.config.fields import check_fields
 from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
-from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.rules import overlong
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
