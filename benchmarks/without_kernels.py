@@ -39,7 +39,7 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update
@@ -96,7 +96,7 @@ def compute(way: str, folder: Path, problems: int) -> None:
     algorithm = grpo(kl=KLPenalty())
     batch, _ = prepare_batch(batch, policy, algorithm)
     recorder = Recorder(policy)
-    kl_coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    kl_coefficient = Coefficient(algorithm.kl.coefficient)
     learner = PolicyLearner(policy, recorder, algorithm, UpdatePlan(), schedules.constant(1.0), kl_coefficient)
     update([learner], batch, seed=SEED, step=1)
     save_file({"logprobs": logprobs_N, "gradient": recorder.gradient}, folder / f"{way}.safetensors")
