@@ -13,8 +13,7 @@ from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig
 from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
-from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
-from covey.config.recipe_writing import config_to_dict
+from covey.config.recipe import apply_overrides, config_from_dict, config_to_dict, read_tables, root_of, split_overrides
 from covey.config.rules import validate
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file

@@ -32,11 +32,11 @@ from covey.config import (
     RunConfig,
     RunError,
 )
-from covey.config.faults import machine_error, path_error
 from covey.config.fields import command, printable
-from covey.config.files import user_path
+from covey.config.files import machine_error, path_error, user_path
 from covey.config.inputs import named_code
 from covey.config.recipe import (
+    changes_to_toml,
     describe_recipe,
     find_recipe,
     packaged_recipes,
@@ -45,7 +45,6 @@ from covey.config.recipe import (
     root_of,
     training_command,
 )
-from covey.config.recipe_writing import changes_to_toml
 from covey.config.terminal import fitted, say
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
 from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from covey.config.fields import TYPE_NAMES, get_type_hints, plain_type
@@ -33,14 +33,14 @@ def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
 
 def add_fields(group: Any, root: type, metavars: Mapping[str, str], prefix: str = "") -> None:
     """Add an option for each field of a config, with its help after `prefix`; None if it is not given."""
-    for item in fields(root):
+    for item in _options(root):
         kind, is_list, _ = plain_type(get_type_hints(root)[item.name])
         option, text = f"--{item.name.replace('_', '-')}", prefix + item.metadata["help"].replace("%", "%%")
         if kind is bool:
             group.add_argument(option, action="store_const", const=True, help=text)
             continue
         limits, choices = item.metadata["limits"], item.metadata["choices"]
-        if item.default and not (isinstance(item.default, str) and not choices):
+        if item.default:
             shown = ",".join(map(str, item.default)) if is_list else item.default
             text += f" ({shown:g})" if isinstance(shown, float) else f" ({shown})"
         parsed = str if kind is str else number(kind, limits["min"], limits["max"] or 1e9)
@@ -59,5 +59,9 @@ def _listed(parsed: Any) -> Any:
 
 def given_fields(arguments: argparse.Namespace, root: type) -> dict[str, Any]:
     """The fields of a config that were given as options."""
-    values = {item.name: getattr(arguments, item.name) for item in fields(root)}
+    values = {item.name: getattr(arguments, item.name) for item in _options(root)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _options(root: type) -> list[Field[Any]]:
+    return [item for item in fields(root) if "help" in item.metadata]

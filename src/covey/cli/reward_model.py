@@ -13,7 +13,7 @@ from covey.config.fields import command, get_type_hints
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.recipe import parse_value, read_recipe
-from covey.config.reward_models import RewardModelTraining, check_training, reward_model_fault
+from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.llm.data.reward_examples import read_examples
 from covey.llm.data.rows import read_data

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from covey.config.fields import describe_type, get_type_hints
-from covey.config.reward_models import RewardModelTraining
+from covey.config.sft import RewardModelTraining
 from covey.config.terminal import fitted, width_of
 
 # Fields of a training that its evaluation uses too.
