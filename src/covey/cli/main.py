@@ -47,7 +47,7 @@ from covey.config.recipe import (
 )
 from covey.config.terminal import fitted, say
 from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
-from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size
+from covey.runtime.variables import check_ranks, is_echo, own_rank, world_size
 from covey.tracking.output import expect_early_end, outlasting_output
 from covey.tracking.run_folder import check_run_dir, next_run_dir
 

@@ -55,7 +55,7 @@ from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
-from covey.train.collect import FixedSize
+from covey.train.collect import fixed_size
 from covey.train.prepare import NO_REFERENCE
 from covey.train.state import Components, LoopConfig
 
@@ -174,7 +174,7 @@ class ControlBuilder(PolicyBuilder):
             steps=config.steps,
             seed=config.seed,
             starts_per_step=self.rollouts.starts_per_step,
-            group_size=FixedSize(self.rollouts.group_size),
+            group_size=fixed_size(self.rollouts.group_size),
             checkpoint_every=config.checkpoint.every,
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,

@@ -35,7 +35,7 @@ from covey.experiment.resuming import (
 from covey.runtime.device import differences
 from covey.runtime.distributed import asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.output import outlasting_output, plain_console

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.files import files_below, make_folder
-from covey.runtime.cache import cache_folder
+from covey.runtime.variables import cache_folder
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text
 from covey.tracking.turns import searched_text

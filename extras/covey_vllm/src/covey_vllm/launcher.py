@@ -33,7 +33,7 @@ from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.proof import probe
 from covey.llm.remote.weights import FileTransport, dtype_name, private_folder, private_folders
-from covey.runtime.cache import cache_folder
+from covey.runtime.variables import cache_folder
 
 NAME = "policy"  # of the model in vLLM's routes
 MOST_BATCHED_TOKENS = 1 << 17
