@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, cast
 
 from covey.config.fields import TYPE_NAMES, get_type_hints, plain_type
 from covey.config.files import shortened
@@ -39,9 +39,9 @@ def add_fields(group: Any, root: type, metavars: Mapping[str, str], prefix: str 
         if kind is bool:
             group.add_argument(option, action="store_const", const=True, help=text)
             continue
-        limits, choices = item.metadata["limits"], item.metadata["choices"]
-        if item.default:
-            shown = ",".join(map(str, item.default)) if is_list else item.default
+        limits, choices, default = item.metadata["limits"], item.metadata["choices"], cast(Any, item.default)
+        if default:
+            shown = ",".join(map(str, default)) if is_list else default
             text += f" ({shown:g})" if isinstance(shown, float) else f" ({shown})"
         parsed = str if kind is str else number(kind, limits["min"], limits["max"] or 1e9)
         metavar = None if choices else metavars.get(item.name, "N")
