@@ -7,7 +7,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError
-from covey.config.planning import memory_size
+from covey_cluster.report import memory_size
 
 MODEL = "smollm2-135m"
 GPU = ["--device-memory", "80GiB"]

@@ -16,12 +16,12 @@ from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import (
     apply_overrides,
     config_from_dict,
+    config_to_dict,
     describe_fields,
     read_tables,
     root_of,
     split_overrides,
 )
-from covey.config.recipe_writing import config_to_dict
 from covey.config.rules import validate
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file

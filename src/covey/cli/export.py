@@ -7,9 +7,8 @@ from pathlib import Path
 
 from covey.cli.options import Command, Parser, option
 from covey.config import ConfigError
-from covey.config.faults import faults_of
 from covey.config.fields import command, or_list
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.model_sources import locate_model
 from covey.config.terminal import say
 

@@ -17,9 +17,8 @@ from itertools import takewhile
 from covey.cli import completion, evaluate, export, plan, report, reward_model, runs, sample, serve, sft, show, train
 from covey.cli.options import Command, Parser
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config.faults import machine_error, path_error
 from covey.config.fields import command, did_you_mean, printable
-from covey.config.files import shortened
+from covey.config.files import machine_error, path_error, shortened
 from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
 from covey.config.terminal import fitted, say, width_of
 from covey.runtime.interrupts import EXIT_CODE, leave, say_last_words, watched

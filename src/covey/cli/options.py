@@ -104,20 +104,26 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_fields(parser: Any, root: type, *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> None:
-    """Add an option for each field of a config, with its help; their texts are read by `given_fields`.
+def add_fields(
+    parser: Any, root: type, *, flags: bool = True, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> None:
+    """Add an option for each field of a config, with its help; `given_fields` reads them.
 
     Args:
+        flags: a field that is true or false is an option without a value.
         only: these fields; empty: all.
         without: not these.
     """
     for item, hint in _fields(root):
         if item.name in without or (only and item.name not in only):
             continue
+        text = item.metadata["help"].replace("%", "%%")
+        if flags and hint is bool:
+            parser.add_argument(option_of(item.name), action="store_const", const="true", help=text)
+            continue
         kind = " | ".join(item.metadata["choices"]) or describe_type(hint)
-        default = f" [{item.default!r}]" if item.default not in ("", (), False) else ""
-        text = f"{item.metadata['help']} ({kind}){default}".replace("%", "%%")
-        parser.add_argument(option_of(item.name), metavar="VALUE", help=text)
+        default = f" [{item.default!r}]" if item.default or item.default == 0 else ""
+        parser.add_argument(option_of(item.name), metavar="VALUE", help=f"{text} ({kind}){default}")
 
 
 def given_fields(arguments: argparse.Namespace, root: type) -> dict[str, Any]:
@@ -129,7 +135,7 @@ def given_fields(arguments: argparse.Namespace, root: type) -> dict[str, Any]:
     found = {}
     for item, hint in _fields(root):
         text = getattr(arguments, item.name, None)
-        if text is not None and not isinstance(text, bool):
+        if text is not None:
             value = parse_value(text, hint, option_of(item.name))
             found[item.name] = tuple(value) if isinstance(value, list) else value
             check_value(option_of(item.name), item, hint, found[item.name])
@@ -139,7 +145,8 @@ def given_fields(arguments: argparse.Namespace, root: type) -> dict[str, Any]:
 def _fields(root: Any) -> Iterator[tuple[Field[Any], Any]]:
     hints = get_type_hints(root)
     for item in fields(root):
-        yield item, hints[item.name]
+        if "help" in item.metadata:
+            yield item, hints[item.name]
 
 
 class _HelpAll(argparse.Action):

@@ -10,9 +10,8 @@ from pathlib import Path
 from covey.cli.options import Command, Parser, number, option
 from covey.cli.runs import named_run
 from covey.config import ConfigError
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.files import user_path
+from covey.config.files import path_error, user_path
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.terminal import say
 from covey.tracking.run_reader import RunReader

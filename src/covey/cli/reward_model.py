@@ -22,7 +22,7 @@ from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.recipe import read_recipe
-from covey.config.reward_models import RewardModelTraining, check_training, reward_model_fault
+from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.llm.data.reward_examples import read_examples
 from covey.llm.data.rows import read_data
@@ -59,7 +59,7 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--held-out FILE", "JSONL file for the evaluation (a part of DATA)")
     option(parser, "--run-dir DIR", "folder of the training (runs/reward_model-<number>)")
     option(parser, "--resume RUN_DIR", "continue a stopped training from its last checkpoint")
-    add_fields(parser, RewardModelTraining, without=OF_THE_RUN)
+    add_fields(parser, RewardModelTraining, flags=False, without=OF_THE_RUN)
 
 
 def _eval_options(parser: Parser) -> None:

@@ -13,6 +13,7 @@ from covey.config.fields import command, printable
 from covey.config.files import user_path
 from covey.config.inputs import named_code
 from covey.config.recipe import (
+    changes_to_toml,
     describe_recipe,
     find_recipe,
     packaged_recipes,
@@ -21,7 +22,6 @@ from covey.config.recipe import (
     root_of,
     training_command,
 )
-from covey.config.recipe_writing import changes_to_toml
 from covey.config.terminal import fitted, say
 from covey.runtime.interrupts import EXIT_CODE, patient
 from covey.runtime.variables import check_ranks, own_rank

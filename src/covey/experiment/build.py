@@ -31,7 +31,7 @@ from covey.config import (
     RunConfig,
     UpdateBase,
 )
-from covey.config.faults import faults_of
+from covey.config.files import faults_of
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.experiment.advice import Config, Finished, after_training

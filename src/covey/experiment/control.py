@@ -24,9 +24,8 @@ from covey.algorithms.advantages import (
 )
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
-from covey.config.faults import faults_of
 from covey.config.fields import command, plural
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.recipe import config_from_dict, read_tables
 from covey.control.action_spaces import Continuous
 from covey.control.envs.render import can_draw, render_episode

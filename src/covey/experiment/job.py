@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from covey.config import ConfigError, MachineError, RunError, SamplerLost
-from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
-from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.files import faults_of, machine_error
+from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, Team
 from covey.experiment import advice
 from covey.experiment.advice import Config, Launch

@@ -13,8 +13,8 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.inputs import input_checksums
-from covey.config.reward_models import RewardModelTraining
 from covey.config.rules import validate
+from covey.config.sft import RewardModelTraining
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch

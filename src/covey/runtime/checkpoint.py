@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, machine_error
-from covey.config.files import sync
+from covey.config.files import Refused, faults_of, machine_error, open_below, read_below, sync
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, MANIFEST_FILE
-from covey.config.plain_files import Refused, open_below, read_below
 from covey.data import Team
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import borders_of, is_sharded, local

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import write_config
 from covey.runtime.variables import cache_folder
 from covey.tracking.run_store import read_metrics
 from covey.tracking.trackers.rows import CHARACTERS, COLUMNS

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import ConfigError, RunError
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.files import make_folder, user_path
+from covey.config.files import make_folder, path_error, user_path
 from covey.config.model_sources import ModelKind, locate_model
-from covey.config.servers import default_token_file, hide
-from covey.config.serving import ServeOptions, VllmOptions
+from covey.config.servers import ServeOptions, VllmOptions, default_token_file, hide
 from covey.config.terminal import say
 from covey.experiment.llm import build_machine
 from covey.llm.model.architecture import position_limit

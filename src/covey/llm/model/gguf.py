@@ -29,8 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from covey.config import ConfigError
-from covey.config.faults import path_error
-from covey.config.files import make_folder, sync
+from covey.config.files import make_folder, path_error, sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.model.files import check_model_config, reading
 from covey.llm.model.pretrained import SAFELY, skeleton
