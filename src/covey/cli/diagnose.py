@@ -17,10 +17,10 @@ def add_diagnose_options(command: argparse.ArgumentParser) -> None:
 
 def diagnose_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey diagnose`."""
-    from covey.tracking.diagnosis.report import diagnose_run, write_findings
+    from covey.tracking.diagnosis import write_findings
 
     for number, name in enumerate(arguments.run_dirs):
         run_dir = user_path(name)
         if number:
             say("")
-        say(write_findings(run_dir, diagnose_run(run_dir)))
+        say(write_findings(run_dir))
