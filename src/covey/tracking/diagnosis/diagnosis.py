@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import command, plural
-from covey.config.plain_files import read_below
+from covey.config.files import read_below
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis import checks, history
 from covey.tracking.diagnosis.history import SETTLED, History, Seen, Settings, Severity
@@ -169,7 +169,7 @@ def diagnose(
 
     Args:
         metrics: the lines of `metrics.jsonl`, in order, each with its "step".
-        config: the config of the run as nested tables: `config.toml`, or `covey.config.recipe_writing.config_to_dict`.
+        config: the config of the run as nested tables: `config.toml`, or `covey.config.recipe.config_to_dict`.
         evaluations: those of `summary.json`, if the run has ended.
 
     Returns:
