@@ -7,7 +7,7 @@ runs/compare-cartpole_grpo-cartpole_ppo/
   learning_curves.png, metrics.png, final_scores.png
 
 Each run has a process of its own, so that no state leaks between runs, and their peak memory and their failures are
-separate. Importing torch takes seconds, so on Linux it is imported once, in a server that the processes are forked from.
+separate. Importing torch takes seconds, so on Linux it is imported once, in a server that is then forked.
 """
 
 from __future__ import annotations
