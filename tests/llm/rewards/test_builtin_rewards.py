@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
 from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
 from covey.runtime.worker.child import load_function
@@ -155,7 +155,7 @@ def test_a_reward_is_added_as_contributing_says(tmp_path):
     )
     rules = package / "llm" / "rewards" / "rules.py"
     rules.write_text(f"{rules.read_text()}\n\n{function}")
-    table = package / "config" / "builtin_rewards.py"
+    table = package / "config" / "rewards.py"
     before, opening, after = table.read_text().partition("BUILT_IN_REWARDS: dict[str, BuiltInReward] = {\n")
     table.write_text(before + opening + line + after)
     program = (

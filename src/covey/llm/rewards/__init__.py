@@ -1,6 +1,6 @@
 """Reward functions.
 
-rules, numbers, math      the built-in rewards, in the table `covey.config.builtin_rewards`
+rules, numbers, math      the built-in rewards, in the table `covey.config.rewards`
 final_answer              the text of a completion, and the answer that it states
 runner                    calls of a function: in processes (`covey.runtime.worker`), one by one, in this process
 group_calls               the calls for the groups of a step, started while others are sampled
