@@ -6,44 +6,38 @@ import argparse
 import importlib
 from typing import Any
 
-from covey.cli.numbers import number
-from covey.config import ConfigError
+from covey.cli.options import MOST_TOKENS, Command, Parser, field_line, field_options, number, option
+from covey.config import ConfigError, RunConfig
 from covey.config.named_modules import entry_points_of
 
 ALGORITHMS = "grpo,ppo"  # columns without --ranks
-MOST_RANKS, MOST_TOKENS = 4096, 1_000_000
-DEFAULT_PROMPT_TOKENS = 64
+MOST_RANKS = 4096
+PLANNED_FIELDS = (
+    "device", "precision", "prompts_per_step", "group_size", "max_new_tokens", "microbatch_tokens", "recompute",
+    "eight_bit_moments",
+)  # fmt: skip
 
 
-def add_plan_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `covey plan`; covey-cluster adds those of devices."""
-    command.usage = (
+def _options(parser: Parser) -> None:
+    parser.usage = (
         "covey plan MODEL [--algorithm NAME,NAME] [options] [--field value ...]\n"
         "       covey plan MODEL --ranks N [--device-memory SIZE] [options] [--field value ...]\n"
         "       covey plan MODEL --ranks N --cluster --mean-tokens N [options] [--field value ...]"
     )
-    command.add_argument(
-        "model", metavar="MODEL", help="a model's name, folder, config.json or .gguf file, or a run folder"
+    lines = {row.name: field_line(option, row) for option, row in field_options(RunConfig)}
+    parser.epilog = "\n".join(
+        ["fields of a recipe that matter most; the others (`covey train --help`) are options too:"]
+        + [lines[name] for name in PLANNED_FIELDS]
     )
-    command.add_argument("--algorithm", metavar="NAMES", help=f"algorithms to show side by side ({ALGORITHMS})")
-    command.add_argument(
-        "--prompt-tokens",
-        type=number(int, 1, MOST_TOKENS),
-        metavar="N",
-        default=DEFAULT_PROMPT_TOKENS,
-        help=f"length of a prompt, in tokens ({DEFAULT_PROMPT_TOKENS})",
-    )
-    command.add_argument(
-        "--critic-trunk", choices=("own", "policy", "adapter"), help="decoder of ppo's critic (show two of them)"
-    )
-    command.add_argument("--reward-model", metavar="MODEL", help="reward model whose weights are counted too")
-    ranks = command.add_argument_group("memory of one rank (torchrun), with whole and with sharded weights")
-    ranks.add_argument(
-        "--ranks", type=number(int, 1, MOST_RANKS), metavar="N", help="number of ranks, a power of two; one device each"
-    )
-    planner = _planner()
-    if planner:
-        planner.add_options(command, ranks)
+    option(parser, "MODEL", "a model's name, folder, config.json or .gguf file, or a run folder")
+    option(parser, "--algorithm NAMES", f"algorithms to show side by side ({ALGORITHMS})")
+    option(parser, "--prompt-tokens N", "length of a prompt, in tokens", number(int, 1, MOST_TOKENS), 64)
+    option(parser, "--critic-trunk own|policy|adapter", "decoder of ppo's critic (show two of them)")
+    option(parser, "--reward-model MODEL", "reward model whose weights are counted too")
+    ranks = parser.add_argument_group("memory of one rank (torchrun), with whole and with sharded weights")
+    option(ranks, "--ranks N", "number of ranks, a power of two; one device each", number(int, 1, MOST_RANKS))
+    if planner := _planner():
+        planner.add_options(parser, ranks)
 
 
 def _planner() -> Any:
@@ -70,3 +64,7 @@ def plan_command(arguments: argparse.Namespace, fields_given: list[str]) -> None
             reward_model=arguments.reward_model,
         )
     print(report)
+
+
+COMMAND = Command("plan", "predict memory, and the throughput of a cluster, without loading the model", _options,
+                  plan_command, takes_fields=True)  # fmt: skip

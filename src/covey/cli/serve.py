@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
 
-from covey.cli.numbers import add_fields, given_fields
+from covey.cli.options import MODEL, Command, Parser, add_fields, given_fields, option, option_of
 from covey.config import ConfigError
 from covey.config.model_sources import locate_model
 from covey.config.named_modules import entry_points_of
 from covey.config.servers import ServeOptions, VllmOptions
 
-METAVARS = {"host": "ADDRESS", "token_file": "FILE", "vllm_python": "FILE", "folder": "DIR"}
 
-
-def add_serve_options(command: Any) -> None:
-    """Add the options of `covey serve`."""
-    command.epilog = (
+def _options(parser: Parser) -> None:
+    parser.epilog = (
         "A run uses it with --sampler.kind covey (with --vllm: vllm) --servers ADDRESS, and gives it its weights.\n"
         "--vllm starts vLLM in an environment of its own, which `make scale` creates. Every route but /health\n"
         "needs the access token. The connection is not encrypted: keep other addresses than 127.0.0.1 on a private\n"
         "network, or use an ssh tunnel."
     )
-    command.add_argument("model", metavar="MODEL", help="a model's name, folder or .gguf file, or a run folder")
-    command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a run with sampler.start
-    add_fields(command, ServeOptions, METAVARS)
-    command.add_argument("--vllm", action="store_true", help="start vLLM instead of covey's own decoder")
-    add_fields(command, VllmOptions, METAVARS, "with --vllm: ")
+    option(parser, "MODEL", MODEL)
+    option(parser, "--child", argparse.SUPPRESS)  # of a run with sampler.start
+    add_fields(parser, ServeOptions)
+    option(parser, "--vllm", "start vLLM instead of covey's own decoder")
+    add_fields(parser.add_argument_group("with --vllm"), VllmOptions)
 
 
 def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -42,7 +38,7 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     if arguments.vllm and (options.rows or options.device != "auto"):
         raise ConfigError("--rows and --device are for covey's own decoder; vLLM has --slots and chooses a device")
     for name in given if not arguments.vllm else ():
-        raise ConfigError(f"--{name.replace('_', '-')} is for vLLM: add --vllm, or leave it out")
+        raise ConfigError(f"{option_of(name)} is for vLLM: add --vllm, or leave it out")
     options.token()  # these two raise, before torch is loaded
     options.weights_folder()
     if arguments.vllm:
@@ -55,3 +51,6 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         from covey.experiment.serve import serve_model
 
         serve_model(options)
+
+
+COMMAND = Command("serve", "generate completions for runs in other processes", _options, serve_command, lasting=True)

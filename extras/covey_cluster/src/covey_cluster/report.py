@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from covey.cli.numbers import add_fields, given_fields
+from covey.cli.options import add_fields, given_fields, option, option_of
 from covey.config.common import ConfigError, config_field
 from covey.config.files import shortened
 from covey.config.llm import RunConfig, check_shards
@@ -19,7 +19,6 @@ from covey.config.llm import RunConfig, check_shards
 UNITS = {"B": 1, **{f"{letter}B": 1000**at for at, letter in enumerate("KMGTP", start=1)}}
 UNITS |= {f"{letter}IB": 1024**at for at, letter in enumerate("KMGTP", start=1)}
 LARGEST_MEMORY = 1 << 50
-METAVARS = {"device_memory": "SIZE", "lengths": "RUN", "sampler_devices": "N,N", "staleness": "S,S"}
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ def check_planned_ranks(ranks: int, config: RunConfig) -> None:
 
 def add_options(command: argparse.ArgumentParser, ranks: argparse._ArgumentGroup) -> None:
     """Add the options of devices and of the simulation to `covey plan`."""
-    add_fields(ranks, DevicesConfig, METAVARS)
+    add_fields(ranks, DevicesConfig)
     cluster = command.add_argument_group("throughput, predicted by a simulation")
-    cluster.add_argument("--cluster", action="store_true", help="simulate the ranks and servers that sample for them")
-    add_fields(cluster, SimulationConfig, METAVARS)
+    option(cluster, "--cluster", "simulate the ranks and servers that sample for them")
+    add_fields(cluster, SimulationConfig)
 
 
 def plan(arguments: argparse.Namespace, fields_given: Sequence[str], algorithm: str) -> str | None:
@@ -129,11 +128,11 @@ def plan(arguments: argparse.Namespace, fields_given: Sequence[str], algorithm: 
     """
     devices, simulated = given_fields(arguments, DevicesConfig), given_fields(arguments, SimulationConfig)
     if simulated and not arguments.cluster:
-        raise ConfigError(f"{_option(simulated)} belongs to --cluster, which simulates a run: add it")
+        raise ConfigError(f"{option_of(next(iter(simulated)))} belongs to --cluster, which simulates a run: add it")
     if arguments.cluster and arguments.ranks is None:
         raise ConfigError("--cluster needs the number of ranks that train: add --ranks N")
     if devices and arguments.ranks is None:
-        raise ConfigError(f"{_option(devices)} belongs to --ranks N: add it")
+        raise ConfigError(f"{option_of(next(iter(devices)))} belongs to --ranks N: add it")
     if arguments.ranks is None:
         return None
     if "," in algorithm:
@@ -151,7 +150,3 @@ def plan(arguments: argparse.Namespace, fields_given: Sequence[str], algorithm: 
     if simulation is None:
         return plan_ranks(planner, model, ranks)
     return plan_cluster(ClusterPlanner.of(planner, simulation, ranks))
-
-
-def _option(given: dict[str, object]) -> str:
-    return f"--{next(iter(given)).replace('_', '-')}"
