@@ -320,10 +320,10 @@ def _shared(config: Config) -> Iterator[Fault]:
         "loss.kl_estimator to 'k3'": _kl_in_reward(config),
         "Clip-Cov and KL-Cov compare decisions of one policy, and earlier groups are of others: set "
         "loss.clip_cov_fraction and loss.kl_cov_fraction to 0, or replay.groups": (
-            loss.clip_cov_fraction or loss.kl_cov_fraction
+            loss.clip_cov_fraction + loss.kl_cov_fraction > 0
         ),
         "iteration.steps trains the reward model, so earlier groups have the rewards of another one: remove one of "
-        "them": isinstance(config, RunConfig) and config.iteration.steps,
+        "them": isinstance(config, RunConfig) and config.iteration.steps is not None,
     }.items():
         if found and config.replay.groups:
             yield Fault(f"replay.groups is set, but {reason}", {"replay.groups": Default})
