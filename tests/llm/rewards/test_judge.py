@@ -201,7 +201,7 @@ def rewards_of(groups: list[Group]) -> list[float | None]:
 
 
 def errors_of(grader: RewardGrader, groups: list[Group]) -> list[str]:
-    return [result.error for result in grader.rewards[0].evaluate(groups, 1.0)]
+    return [result.error for result in grader.rewards[0].evaluate(groups)]
 
 
 def say_the_number(asked: Asked) -> None:
