@@ -140,8 +140,10 @@ GET /api/events            server-sent events, at once and then whenever somethi
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -151,23 +153,29 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from covey.config.plain_files import Refused, TooLarge
+from covey.config.files import Refused, TooLarge
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
 from covey.tracking.records import encode
-from covey.watch.answers import Answers, NotFound
-from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
-from covey.watch.events import MOST_STREAMS, Events
+from covey.watch.answers import FEWEST_POINTS, MOST_POINTS, POINTS, Answers, NotFound
 from covey.watch.files import OpenFile, open_recording, open_static
-from covey.watch.index import FILTERS
-from covey.watch.indexer import Indexer
-from covey.watch.search import LONGEST_TEXT, Query
+from covey.watch.index import FILTERS, LONGEST_QUERY, Indexer, Query, index_path, progress
+from covey.watch.library import Library
 
-LARGEST_STEP = 1 << 53
-MOST_ROWS, ROWS, MOST_OFFSET = 200, 50, 1 << 31
+LARGEST_STEP, MOST_ROWS, ROWS = 1 << 53, 200, 50
+STEPS, LIMITS, OFFSETS = range(LARGEST_STEP + 1), range(1, MOST_ROWS + 1), range((1 << 31) + 1)
+TEXT = object()  # any text of a bounded length
 MOST_NAMES = 200  # metrics in one request
 AT_ONCE = 4  # answers that are computed side by side
 Handler = Callable[[Request], Awaitable[Response]]
+
+LOOK_SECONDS = 1.0  # between two looks at the files
+LOAD = 0.05  # fraction of the time that looking may take; with many runs there are fewer looks
+STOP_SECONDS = 0.2  # after which a stream notices that the server ends
+HEARTBEAT_SECONDS = 15.0
+MOST_STREAMS = 50
+
+State = dict[tuple[str, str], dict[str, Any]]  # (event, id of the run) -> its data
 
 
 class Server:
@@ -188,10 +196,10 @@ class Server:
             "/api/runs/{id}": self._json(lambda request: self.answers.run(_id(request))),
             "/api/runs/{id}/metrics": self._json(self.metrics),
             "/api/runs/{id}/steps/{step}/groups": self._json(
-                lambda request: self.answers.groups(_id(request), _in_path(request, "step"))
+                lambda request: self.answers.groups(_id(request), **_given(request, step=(0, STEPS)))
             ),
             "/api/runs/{id}/steps/{step}/groups/{group}": self._json(
-                lambda request: self.answers.group(_id(request), _in_path(request, "step"), _in_path(request, "group"))
+                lambda request: self.answers.group(_id(request), **_given(request, step=(0, STEPS), group=(0, STEPS)))
             ),
             "/api/runs/{id}/rollouts": self._json(self.rollouts),
             "/api/runs/{id}/held_out": self._json(self.held_out),
@@ -237,38 +245,23 @@ class Server:
         listed = None if names is None else [name for name in names.split(",") if name]
         if listed is not None and len(listed) > MOST_NAMES:
             raise BadParameter(f"names has more than {MOST_NAMES} metrics")
-        return self.answers.metrics(
-            _id(request),
-            listed,
-            _integer(request, "points", POINTS, FEWEST_POINTS, MOST_POINTS),
-            _integer(request, "after", 0),
-            _integer(request, "last", None),
-        )
+        points = POINTS, range(FEWEST_POINTS, MOST_POINTS + 1)
+        given = _given(request, points=points, after=(0, STEPS), last=(None, STEPS))
+        return self.answers.metrics(_id(request), listed, **given)
 
     def rollouts(self, request: Request) -> dict[str, Any]:
-        text = _text(request)
-        query = Query(
-            _choice(request, "filter", "", tuple(FILTERS)),
-            text,
-            _integer(request, "first", 0),
-            _integer(request, "last", LARGEST_STEP),
-            _integer(request, "offset", 0, 0, MOST_OFFSET),
-            _integer(request, "limit", ROWS, 1, MOST_ROWS),
-        )
-        return self.answers.rollouts(_id(request), query)
+        given = _given(
+            request, filter=("", FILTERS), text=("", TEXT), first=(0, STEPS), last=(LARGEST_STEP, STEPS),
+            offset=(0, OFFSETS), limit=(ROWS, LIMITS),
+        )  # fmt: skip
+        return self.answers.rollouts(_id(request), Query(**given))
 
     def held_out(self, request: Request) -> dict[str, Any]:
-        return self.answers.held_out(
-            _id(request),
-            _integer(request, "first", None),
-            _integer(request, "last", None),
-            _integer(request, "max_new_tokens", None),
-            order=_choice(request, "order", "problem", ORDERS),
-            kind=_choice(request, "kind", "", ("", *KINDS)),
-            wanted=_text(request),
-            offset=_integer(request, "offset", 0, 0, MOST_OFFSET),
-            limit=_integer(request, "limit", MOST_ROWS, 1, MOST_ROWS),
-        )
+        given = _given(
+            request, first=(None, STEPS), last=(None, STEPS), max_new_tokens=(None, STEPS), order=("problem", ORDERS),
+            kind=("", KINDS), text=("", TEXT), offset=(0, OFFSETS), limit=(MOST_ROWS, LIMITS),
+        )  # fmt: skip
+        return self.answers.held_out(_id(request), wanted=given.pop("text"), **given)
 
     def _json(self, answer: Callable[[Request], Mapping[str, Any]]) -> Handler:
         """The handler that computes an answer in another thread."""
@@ -289,32 +282,30 @@ def _id(request: Request) -> str:
     return str(request.path_params["id"])
 
 
-def _in_path(request: Request, name: str) -> int:
-    return _number(name, request.path_params[name], 0, LARGEST_STEP)
+def _given(request: Request, **known: tuple[Any, Any]) -> dict[str, Any]:
+    """The parameters of a request, in its path or its query.
+
+    Args:
+        known: for each its default, and the values that it may have: a range, some texts, or `TEXT`.
+    """
+    values = {**request.query_params, **request.path_params}
+    return {
+        name: _checked(name, values[name], allowed) if values.get(name) else default
+        for name, (default, allowed) in known.items()
+    }
 
 
-def _integer(request: Request, name: str, default: Any, least: int = 0, most: int = LARGEST_STEP) -> Any:
-    given = request.query_params.get(name, "")
-    return _number(name, given, least, most) if given else default
-
-
-def _number(name: str, given: str, least: int, most: int) -> int:
-    if not (given.isascii() and given.isdecimal() and len(given) <= 16 and least <= int(given) <= most):
-        raise BadParameter(f"{name} must be an integer of {least} to {most}")
-    return int(given)
-
-
-def _choice(request: Request, name: str, default: str, choices: tuple[str, ...]) -> str:
-    given = request.query_params.get(name, default)
-    if given not in choices:
-        raise BadParameter(f"{name} must be one of {', '.join(filter(None, choices))}")
-    return given
-
-
-def _text(request: Request) -> str:
-    given = request.query_params.get("text", "")
-    if len(given) > LONGEST_TEXT or "\0" in given:
-        raise BadParameter(f"text must have at most {LONGEST_TEXT} characters, and no NUL")
+def _checked(name: str, given: str, allowed: Any) -> Any:
+    if allowed is TEXT:
+        if len(given) > LONGEST_QUERY or "\0" in given:
+            raise BadParameter(f"{name} must have at most {LONGEST_QUERY} characters, and no NUL")
+    elif not isinstance(allowed, range):
+        if given not in allowed:
+            raise BadParameter(f"{name} must be one of {', '.join(filter(None, allowed))}")
+    elif not (given.isascii() and given.isdecimal() and len(given) <= 16 and int(given) in allowed):
+        raise BadParameter(f"{name} must be an integer of {allowed.start} to {allowed.stop - 1}")
+    else:
+        return int(given)
     return given
 
 
@@ -334,3 +325,57 @@ def _file_response(request: Request, file: OpenFile) -> Response:
         file.opened.close()
         return Response(headers=headers)
     return StreamingResponse(file.parts(), headers=headers)
+
+
+class Events:
+    """Looks at the runs while somebody listens, once for all listeners."""
+
+    def __init__(self, library: Library, indexer: Indexer, is_ending: Callable[[], bool]) -> None:
+        self._library, self._indexer, self._is_ending = library, indexer, is_ending
+        self._state: State = {}
+        self._lock = asyncio.Lock()
+        self._next_look = 0.0
+        self.streams = 0
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The events of one listener: all runs at once, then what changes."""
+        sent: State = {}
+        heard = time.monotonic()
+        self.streams += 1
+        try:
+            yield b": covey watch\n\n"
+            while not self._is_ending():
+                state = await self._look()
+                lines = [_event(name, data) for (name, id), data in state.items() if sent.get((name, id)) != data]
+                lines += [_event("gone", {"id": id}) for name, id in sent.keys() - state.keys() if name == "run"]
+                sent = state
+                if lines or time.monotonic() - heard > HEARTBEAT_SECONDS:
+                    heard = time.monotonic()
+                    yield b"".join(lines) or b": still here\n\n"
+                await asyncio.sleep(STOP_SECONDS)
+        finally:
+            self.streams -= 1
+
+    async def _look(self) -> State:
+        async with self._lock:
+            if time.monotonic() >= self._next_look:
+                began = time.monotonic()
+                self._state = await asyncio.to_thread(self._read)
+                now = time.monotonic()
+                self._next_look = now + max(LOOK_SECONDS, (now - began) / LOAD)
+            return self._state
+
+    def _read(self) -> State:
+        state: State = {}
+        for run in self._library.runs():
+            state["run", run.id] = run.progress()
+            if run.folder in self._indexer.wanted:
+                index = progress(run.folder, index_path(run.folder))
+                if index["state"] != "ready":
+                    self._indexer.ask(run.folder)
+                state["index", run.id] = {"id": run.id, "index": index}
+        return state
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

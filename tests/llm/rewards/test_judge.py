@@ -23,8 +23,7 @@ from covey.config.rewards import check_reward
 from covey.config.servers import is_this_machine
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
-from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache
-from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
+from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache, ScoreReader, UnreadableReply
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -91,7 +90,7 @@ def test_any_number_in_range_is_read_exactly(score: float, before: str) -> None:
 
 
 def test_a_reply_that_was_cut_has_no_last_number_but_may_have_a_word() -> None:
-    with pytest.raises(UnreadableReply, match="raise judge_max_tokens"):
+    with pytest.raises(UnreadableReply, match="raise max_tokens in judge_request"):
         reader().read("Score: 1", cut=True)
     assert reader(words={"yes": 1.0, "no": 0.0}).read("yes", cut=True) == 1.0
 
@@ -202,7 +201,7 @@ def rewards_of(groups: list[Group]) -> list[float | None]:
 
 
 def errors_of(grader: RewardGrader, groups: list[Group]) -> list[str]:
-    return [result.error for result in grader.rewards[0].evaluate(groups, 1.0)]
+    return [result.error for result in grader.rewards[0].evaluate(groups)]
 
 
 def say_the_number(asked: Asked) -> None:
