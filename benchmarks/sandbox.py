@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from covey.llm.rewards.code import CodeOptions, CodeRunner
+from covey.config import RewardConfig
+from covey.llm.rewards.code import CodeRunner
 from covey.llm.rewards.sandbox.backends import CANDIDATES, find_interpreter, try_backend
 from covey.llm.rewards.sandbox.session import Limits, Sandbox, SandboxFailure, Session
 
@@ -38,7 +39,7 @@ def main() -> None:
         print(f"{name:24} median {1000 * inside:6.1f} ms, over python -I {1000 * over:6.1f} ms")
     tests = [{"args": [number], "expected": number + 1} for number in range(6)]
     for workers in (1, 2):
-        runner = CodeRunner(CodeOptions(workers=workers))
+        runner = CodeRunner(RewardConfig(name="code", workers=workers))
         programs = [f"{FUNCTION}\n# {number}" for number in range(count)]  # copies of a program would run once
         batch = {"completions": programs, "tests": [tests] * count, "entry_point": ["solve"] * count}
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch
 
 from covey.algorithms import grpo
 from covey.control.branch_sampler import BranchSampler
-from covey.control.envs.vector_env import Environments
+from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import NoScaling
-from covey.control.tasks import ResetSeeds
+from covey.control.reward_scaling import RewardScale
+from covey.control.sampler import ResetSeeds
 from covey.data import Group, Rollout, Start, collate
 from covey.runtime.rng import BRANCHING, SAMPLING, uniforms
 from helpers import counting_environment, toy_envs
@@ -41,7 +42,7 @@ def sampler_on(
     environments, trunks = (toy_envs.made(name, count, copies_states=True) for count in (starts * size, starts))
     policy = toy_envs.policy_for(environments, spread=spread)
     return BranchSampler(
-        policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions
+        policy, environments, seed, RewardScale(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions
     )
 
 
@@ -224,9 +225,23 @@ def test_what_was_used_of_the_environment_is_counted() -> None:
 def test_what_branches_saw_moves_the_scale_of_observations() -> None:
     environments, trunks = toy_envs.made("CartPole-v1", 4), toy_envs.made("CartPole-v1", 2)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = BranchSampler(policy, environments, SEED, NoScaling(), GAMMA, trunks=trunks, horizon=5, decisions=1)
+    sampler = BranchSampler(policy, environments, SEED, RewardScale(), GAMMA, trunks=trunks, horizon=5, decisions=1)
     batch = collate(sample(sampler))
     assert policy.normaliser.count == 0
     assert torch.allclose(policy.evaluate(batch).logprobs_BT, batch.behavior_logprobs_BT, atol=1e-5)
     sampler.refresh(1)
     assert policy.normaliser.count > len(batch)
+
+
+def test_a_branch_whose_environment_failed_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = sampler_on(toy_envs.ENDLESS, spread=0.0)
+    step, failed_N = sampler.environments.step, np.arange(STARTS * SIZE) == 6
+
+    def fails(actions: np.ndarray) -> Step:
+        result = step(actions)
+        return replace(result, truncated_N=result.truncated_N | failed_N, failed_N=failed_N)
+
+    monkeypatch.setattr(sampler.environments, "step", fails)
+    rollouts = [rollout for group in sample(sampler) for rollout in group.rollouts]
+    assert [slot for slot, rollout in enumerate(rollouts) if rollout.reward is None] == [6]
+    assert rollouts[6].text == "1 step, its environment failed"

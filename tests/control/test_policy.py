@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from covey.config import ConfigError
-from covey.control.action_spaces import Continuous, Discrete
-from covey.control.nets.mlp import RunningMeanStd, _MLPFunction
+from covey.control.envs.spaces import Continuous, Discrete
+from covey.control.mlp import RunningMeanStd, _MLPFunction
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 

@@ -15,9 +15,9 @@ from covey.config import ControlConfig
 from covey.config.recipe import config_from_dict
 from covey.config.rules import validate
 from covey.control.envs.vector_env import Environments, make_environments
-from covey.control.nets.mlp import RunningMeanStd
+from covey.control.mlp import RunningMeanStd
 from covey.control.policy import ControlPolicy
-from covey.control.tasks import ResetSeeds
+from covey.control.sampler import ResetSeeds
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.control import ControlBuilder, episode_returns
 from covey.tracking.console import Display

@@ -110,7 +110,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         gold=("tests_column", "entry_point"),
         tasks=("code_functions", "human_eval"),
         workers=None,
-        runner="covey.llm.rewards.code:code_runner",
+        runner="covey.llm.rewards.code:CodeRunner",
     ),
     "environment": BuiltInReward("covey.llm.rewards.rules:environment", per_turn=True),
     "countdown": BuiltInReward(

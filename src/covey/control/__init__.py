@@ -2,7 +2,7 @@
 
 From an observation to a gradient:
 
-    tasks.ResetSeeds.draw              reset seeds
+    sampler.ResetSeeds.draw            reset seeds
     sampler.EpisodeSampler.sample      (or FragmentSampler, branch_sampler.BranchSampler)
         rollout_buffer.collect_episodes  vector_env.step and policy.act, side by side in N copies
         rollout_buffer.Trajectories    a piece of the buffer as a Rollout: T + 1 observations, T actions

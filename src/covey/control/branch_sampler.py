@@ -15,7 +15,7 @@ from covey.config import ConfigError
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
 from covey.control.reward_scaling import RewardScale
-from covey.control.rollout_buffer import ActionRng, RolloutBuffer, TrajectorySlice, check_episode_ends, end_reason
+from covey.control.rollout_buffer import ActionRng, RolloutBuffer, TrajectorySlice, check_episode_ends, end_of
 from covey.control.sampler import ControlSampler
 from covey.data import EndReason, Group, Start
 from covey.runtime.rng import BRANCHING
@@ -83,7 +83,7 @@ class BranchSampler(ControlSampler):
             rollout.step_rewards = whole.step_rewards[:kept].copy()
             rollout.step_rewards[-1] = self._discounted(whole.step_rewards[kept - 1 :])
             rollout.reward = whole.reward
-            rollout.text = f"{whole.text}, reward {whole.reward:g}"
+            rollout.text = whole.text if whole.reward is None else f"{whole.text}, reward {whole.reward:g}"
             groups[index // group_size].rollouts.append(rollout)
         for group, trunk_return in zip(groups, returns, strict=True):
             group.rollouts[0].score = trunk_return
@@ -97,11 +97,8 @@ class BranchSampler(ControlSampler):
         an episode of any length has the same probability.
         """
         slots = len(starts)
-        draws = self._draws(step, slots, BRANCHING)
-        keep = ActionRng(self.seed, step, slots, 1, BRANCHING)
-        for slot in range(slots):
-            draws.begin(slot, slot, 0)
-            keep.begin(slot, slot, 1)
+        draws = self._draws(step, [(slot, 0) for slot in range(slots)], BRANCHING)
+        keep = ActionRng(self.seed, step, [(slot, 1) for slot in range(slots)], 1, BRANCHING)
         observation_ND = self.trunks.reset([start.prompt for start in starts])
         states: list[Any] = [None] * slots
         return_N = np.zeros(slots)
@@ -124,9 +121,7 @@ class BranchSampler(ControlSampler):
         self, observation_ND: NDArray[np.float32], group_size: int, step: int
     ) -> tuple[list[TrajectorySlice], Any]:
         slots = len(observation_ND)
-        draws = self._draws(step, slots)
-        for slot in range(slots):
-            draws.begin(slot, slot // group_size, slot % group_size)
+        draws = self._draws(step, [divmod(slot, group_size) for slot in range(slots)])
         segments = [TrajectorySlice(slot, 0, self.horizon, EndReason.CUT) for slot in range(slots)]
         buffer = RolloutBuffer()
         going_N = np.ones(slots, dtype=np.bool_)
@@ -137,7 +132,6 @@ class BranchSampler(ControlSampler):
             observation_ND = result.observation_ND
             ended_N = (result.terminated_N | result.truncated_N) & going_N
             for slot in np.flatnonzero(ended_N).tolist():
-                segments[slot].stop = len(buffer)
-                segments[slot].end = end_reason(result, slot)
+                segments[slot] = TrajectorySlice(slot, 0, len(buffer), *end_of(result, slot))
             going_N &= ~ended_N
         return segments, buffer.finish()

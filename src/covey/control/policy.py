@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from covey.config import ConfigError
-from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
-from covey.control.nets.mlp import MaskedObservations, Network, NumpyMLP, RunningMeanStd, scatter
+from covey.control.envs.spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
+from covey.control.mlp import MaskedObservations, Network, NumpyMLP, RunningMeanStd, scatter
 from covey.data import Batch, PolicyOutput
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"

@@ -28,19 +28,19 @@ DRAWN_AHEAD = 64  # positions whose random numbers are computed at once
 class ActionRng:
     """Random numbers of the decisions of N slots, each a function of (seed, step, group, rollout, position)."""
 
-    def __init__(self, seed: int, step: int, slots: int, numbers: int, stream: int) -> None:
+    def __init__(self, seed: int, step: int, names: Sequence[tuple[int, int]], numbers: int, stream: int) -> None:
+        slots = len(names)
         self.seed, self.step, self.stream = seed, step, stream
         self.numbers = numbers  # per decision
-        self._group_N = np.zeros(slots, dtype=np.int64)
-        self._rollout_N = np.zeros(slots, dtype=np.int64)
-        self._position_N = np.zeros(slots, dtype=np.int64)  # position of the first stored number
+        self._group_N, self._rollout_N = np.array(names, dtype=np.int64).T
+        self._position_N = np.full(slots, -DRAWN_AHEAD)  # position of the first stored number
         self._used_N = np.full(slots, DRAWN_AHEAD)
         self._store_NPA = np.empty((slots, DRAWN_AHEAD, numbers))
         self._all_N = np.arange(slots)
 
-    def begin(self, slot: int, group: int, rollout: int, position: int = 0) -> None:
-        """Set the slot's next decision."""
-        self._group_N[slot], self._rollout_N[slot], self._position_N[slot] = group, rollout, position - DRAWN_AHEAD
+    def begin(self, slot: int, group: int, rollout: int) -> None:
+        """Begin another rollout in a slot."""
+        self._group_N[slot], self._rollout_N[slot], self._position_N[slot] = group, rollout, -DRAWN_AHEAD
         self._used_N[slot] = DRAWN_AHEAD
 
     def next(self) -> NDArray[np.float64]:
@@ -154,14 +154,13 @@ def check_episode_ends(decisions: int) -> None:
         )
 
 
-def end_reason(step: Step, slot: int) -> EndReason:
-    """The EndReason of a slot whose episode ended in this step; termination has precedence over truncation."""
-    return EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
-
-
 def end_of(step: Step, slot: int) -> tuple[EndReason, bool]:
-    """The EndReason of a slot whose episode ended in this step, and whether its environment failed."""
-    return end_reason(step, slot), step.failed_N is not None and bool(step.failed_N[slot])
+    """The EndReason of a slot whose episode ended in this step, and whether its environment failed.
+
+    Termination has precedence over truncation.
+    """
+    reason = EndReason.TERMINATED if step.terminated_N[slot] else EndReason.TRUNCATED
+    return reason, step.failed_N is not None and bool(step.failed_N[slot])
 
 
 def refuse_failures(segments: Sequence[TrajectorySlice]) -> None:
@@ -191,7 +190,7 @@ def collect_episodes(
         environments: the copies of the environment.
         policy: the acting policy.
         seeds: one reset seed per episode.
-        draws: the policy's random numbers; None: greedy actions.
+        draws: the policy's random numbers, with which the slots begin; None: greedy actions.
         names: with `draws`, the (group, rollout) of every episode, which determine its random numbers.
 
     Returns:
@@ -204,9 +203,6 @@ def collect_episodes(
     segments: list[TrajectorySlice | None] = [None] * len(seeds)
     job_N = np.arange(slots)  # the episode in each slot; indices from len(seeds) on are unused
     began_N = np.zeros(slots, dtype=np.int64)
-    for slot in range(min(slots, len(seeds))):
-        if draws is not None:
-            draws.begin(slot, *names[slot])
     observation_ND = environments.reset([seeds[min(slot, len(seeds) - 1)] for slot in range(slots)])
     waiting = min(slots, len(seeds))  # index of the next episode
     missing = len(seeds)

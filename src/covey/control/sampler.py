@@ -1,4 +1,4 @@
-"""Samplers of environments: whole episodes, or fragments of episodes that continue in the next training step.
+"""Task, samplers and grader of environments: whole episodes, or fragments that go on in the next step.
 
 Shape legend: N slots (environments stepped together), T steps, D numbers in an observation.
 """
@@ -24,9 +24,8 @@ from covey.control.rollout_buffer import (
     end_of,
     refuse_failures,
 )
-from covey.control.tasks import reset_seeds
 from covey.data import EndReason, Group, Rollout, Start
-from covey.runtime.rng import SAMPLING
+from covey.runtime.rng import EVALUATING, SAMPLING, STARTING, uniforms
 
 
 class ControlSampler:
@@ -82,9 +81,13 @@ class ControlSampler:
         if self.policy.normaliser is not None:
             self.policy.normaliser.load_state_dict(state["normaliser"])
 
-    def _draws(self, step: int, slots: int, stream: int = SAMPLING) -> ActionRng:
-        """The policy's random numbers of a training step, one for each number in an action."""
-        return ActionRng(self.seed, step, slots, self.policy.actions.size, stream)
+    def _draws(self, step: int, names: Sequence[tuple[int, int]], stream: int = SAMPLING) -> ActionRng:
+        """The policy's random numbers of a training step, one for each number in an action.
+
+        Args:
+            names: the (group, rollout) with which each slot begins.
+        """
+        return ActionRng(self.seed, step, names, self.policy.actions.size, stream)
 
     def _discounted(self, rewards_L: NDArray[np.float64]) -> float:
         """The discounted return of these rewards."""
@@ -123,7 +126,7 @@ class EpisodeSampler(ControlSampler):
         """Sample groups of episodes. A rollout's reward is its discounted return, its score the undiscounted one."""
         seeds = [start.prompt for start in starts for _ in range(group_size)]
         names = [(start.index, first_rollout + number) for start in starts for number in range(group_size)]
-        draws = self._draws(step, self.environments.count)
+        draws = self._draws(step, [names[min(slot, len(names) - 1)] for slot in range(self.environments.count)])
         segments, buffer = collect_episodes(self.environments, self.policy, seeds, draws, names)
         rollouts = self._rewarded(buffer, segments)
         for rollout, segment in zip(rollouts, segments, strict=True):
@@ -167,9 +170,7 @@ class FragmentSampler(ControlSampler):
         if self._observation_ND is None:
             self._begin([start.prompt for start in starts])
         assert self._observation_ND is not None
-        draws = self._draws(step, slots)
-        for slot in range(slots):
-            draws.begin(slot, slot, 0)
+        draws = self._draws(step, [(slot, 0) for slot in range(slots)])
         buffer, segments = RolloutBuffer(), []
         began_N = np.zeros(slots, dtype=np.int64)
         for t in range(self.steps):
@@ -273,3 +274,31 @@ def replay(environments: Environments, seeds: Sequence[int], played: dict[int, N
                 actions_N[slot] = actions[t - late]
         observation_ND = environments.step(actions_N).observation_ND
     return observation_ND
+
+
+def reset_seeds(seed: int, step: int, group: object, position: object, *, stream: int = STARTING) -> list[int]:
+    """Seeds for `reset`, from 0 to 2^31 - 1, one for each (group, position); a function of the arguments alone."""
+    drawn_N = uniforms(seed, step, group, 0, position, stream=stream)  # type: ignore[arg-type]
+    return (drawn_N * 2.0**31).astype(np.int64).tolist()
+
+
+class ResetSeeds:
+    """Task of reset seeds; implements `covey.data.Task`. A start's prompt is its seed."""
+
+    def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
+        """`count` reset seeds of one step; `before` is ignored."""
+        drawn = reset_seeds(seed, step, np.arange(first, first + count), 0)
+        return [Start(index, prompt) for index, prompt in enumerate(drawn, start=first)]
+
+    def held_out(self, count: int) -> list[Start]:
+        """The same `count` seeds for every run, so that runs are evaluated on the same episodes."""
+        drawn = reset_seeds(0, 0, np.arange(count), 0, stream=EVALUATING)
+        return [Start(index, prompt) for index, prompt in enumerate(drawn)]
+
+
+class EnvironmentReward:
+    """A no-op grader, because rollouts already have the environment's rewards; implements `covey.data.Grader`."""
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        """The same groups."""
+        return groups

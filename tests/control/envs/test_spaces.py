@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from covey.config import EnvironmentConfig
 from covey.config.recipe import config_from_dict
-from covey.control.action_spaces import MultiDiscrete
+from covey.control.envs.spaces import MultiDiscrete
 from covey.control.envs.vector_env import make_environments
 from covey.control.policy import ControlPolicy, load_policy
 from covey.data import EndReason, Group, Rollout, Start, collate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from covey.config import ConfigError, EnvironmentConfig
-from covey.control.action_spaces import Continuous, Discrete
+from covey.control.envs.spaces import Continuous, Discrete
 from covey.control.envs.vector_env import Environments, check_environment, make_environments
 from helpers import counting_environment
 from helpers.counting_environment import COUNTING, PUSHED

@@ -23,11 +23,10 @@ from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
-from covey.llm.rewards import code_judge, code_values
-from covey.llm.rewards.code import CodeOptions, CodeRunner, code, extract_program
-from covey.llm.rewards.code_judge import Judge, Verdict
+from covey.llm.rewards import code_judge
+from covey.llm.rewards.code import CodeRunner, code, extract_program
+from covey.llm.rewards.code_judge import Judge, Verdict, matches, same_output
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
-from covey.llm.rewards.code_values import matches, same_output
 from covey.llm.rewards.sandbox import backends
 from covey.llm.rewards.sandbox.backends import no_sandbox
 from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
@@ -189,7 +188,7 @@ def test_a_result_with_colliding_keys_is_not_built_in_this_process(monkeypatch: 
         assert isinstance(item, int) or item[0] in ("int", "float", "complex")
         return decode(item)
 
-    monkeypatch.setattr(code_values, "decode", decode_number)
+    monkeypatch.setattr(code_judge, "decode", decode_number)
     keys = [["int", hex(number * (2**61 - 1))] for number in range(2_000)]
     assert not matches({"a": 1}, ["dict", *([key, 1] for key in keys)])
     assert not matches({1}, ["set", *keys])
@@ -473,7 +472,7 @@ def test_a_program_of_several_completions_is_run_once_for_each_prompt(monkeypatc
 
 def test_the_same_program_after_another_prefix_or_for_another_function_is_another() -> None:
     any_backend()
-    runner = CodeRunner(CodeOptions(workers=2))
+    runner = CodeRunner(RewardConfig(name="code", workers=2))
     program = "def f(x): return number * x\ndef g(x): return 0"
     columns = {
         "completions": [program] * 4,
@@ -519,12 +518,12 @@ def test_without_a_sandbox_the_reward_is_refused_in_one_line(monkeypatch: pytest
     monkeypatch.setattr(backends, "CANDIDATES", {name: lambda: {"it": absent} for name in ("bubblewrap", "sandlock")})
     backends.find_sandbox.cache_clear()
     with pytest.raises(ConfigError) as error:
-        CodeRunner(CodeOptions())
+        CodeRunner(RewardConfig(name="code"))
     backends.find_sandbox.cache_clear()
     assert "apt install bubblewrap" in str(error.value)
     assert "covey[sandbox]" in str(error.value)
     assert "\n" not in str(error.value)
-    runner = CodeRunner(CodeOptions(unsafe_without_sandbox=True))
+    runner = CodeRunner(RewardConfig(name="code", unsafe_without_sandbox=True))
     values = runner.call({"completions": [RIGHT], "tests": [TESTS], "entry_point": ["f"]}, 0, 0.0).values
     runner.close()
     assert values == [1.0]
@@ -575,10 +574,11 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
     backend(name)
     program = f"""
         import sys
-        from covey.llm.rewards.code import CodeOptions, CodeRunner
+        from covey.config import RewardConfig
+        from covey.llm.rewards.code import CodeRunner
         from covey.llm.rewards.sandbox import backends
         backends.CANDIDATES = {{{name!r}: backends.CANDIDATES[{name!r}]}}
-        runner = CodeRunner(CodeOptions(workers=2, time_limit_seconds=3000))
+        runner = CodeRunner(RewardConfig(name="code", workers=2, time_limit_seconds=3000))
         print("ready", flush=True)
         hang = "import os, sys\\nif not os.fork():\\n    os.setsid()\\n"
         hang += "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time\\\\nwhile True: time.sleep(1)'])"
@@ -607,7 +607,7 @@ def test_nothing_runs_on_when_covey_is_killed(name: str, seconds: float) -> None
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
-    runner = CodeRunner(CodeOptions(workers=8))
+    runner = CodeRunner(RewardConfig(name="code", workers=8))
     runner._judge.sandbox = backend(name)
     programs = [
         RIGHT,
@@ -652,9 +652,10 @@ def test_a_worker_that_was_killed_is_started_again_and_its_programs_are_not_judg
 def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
     any_backend()
     program = """
-        from covey.llm.rewards.code import CodeOptions, CodeRunner
+        from covey.config import RewardConfig
+        from covey.llm.rewards.code import CodeRunner
         from helpers.sandboxes import workers
-        runner = CodeRunner(CodeOptions(workers=1))
+        runner = CodeRunner(RewardConfig(name="code", workers=1))
         print(runner.call({"completions": ["print(1)"], "tests": [[{"input": "", "output": "1"}]]}, 0, 0.0).values)
         runner.close()
         print(*workers())
@@ -669,7 +670,7 @@ def test_a_normal_end_leaves_no_process_and_no_warning() -> None:
 
 def test_programs_run_side_by_side() -> None:
     any_backend()
-    runner = CodeRunner(CodeOptions(workers=3))
+    runner = CodeRunner(RewardConfig(name="code", workers=3))
     # Each program ends when all three have started: the file descriptors of one are not those of another, so they meet
     # in time, not in files.
     program = "import time\nbegan = time.time()\ntime.sleep(1.5)\nprint(began, time.time())"

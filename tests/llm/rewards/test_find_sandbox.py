@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.config import ConfigError
-from covey.llm.rewards.code import CodeOptions, CodeRunner
+from covey.config import ConfigError, RewardConfig
+from covey.llm.rewards.code import CodeRunner
 from covey.llm.rewards.sandbox import backends, probe
 from covey.llm.rewards.sandbox.backends import find_bwraps, find_sandbox, try_backend
 from covey.llm.rewards.sandbox.session import Sandbox
@@ -83,7 +83,7 @@ def test_without_a_bwrap_that_works_the_reward_names_the_reason_and_what_to_inst
 ) -> None:
     programs = place("first", text), place("usual", SILENT)
     with pytest.raises(ConfigError) as refused:
-        CodeRunner(CodeOptions())
+        CodeRunner(RewardConfig(name="code"))
     said = str(refused.value)
     assert "\n" not in said
     assert 'install bubblewrap (apt install bubblewrap) or sandlock (pip install "covey[sandbox]")' in said
@@ -102,7 +102,7 @@ def test_without_a_bwrap_that_works_the_reward_names_the_reason_and_what_to_inst
 
 def test_without_any_bwrap_the_reward_says_so(place: Callable[[str, str], Path]) -> None:
     with pytest.raises(ConfigError, match="bubblewrap: bwrap is not installed; sandlock: the package sandlock is not"):
-        CodeRunner(CodeOptions())
+        CodeRunner(RewardConfig(name="code"))
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ Shape legend: N slots (copies), D numbers in a flattened observation, A numbers 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
 from covey.config import ConfigError
-from covey.control.action_spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
 
 MOST_NUMBERS = 10_000_000  # limit of an observation, with which a first layer of 64 takes 2.5 GB
 MOST_ACTIONS = 1_000_000
@@ -126,3 +127,69 @@ def _leaves(observations: Any) -> Any:
             yield from _leaves(part)
     else:
         yield observations
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """One of `count` actions, numbered from 0."""
+
+    count: int
+    size = 1  # numbers in an action
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the policy's network: one logit per action."""
+        return self.count
+
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats."""
+        return 0.0, math.log(self.count)
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """A choices, independent given the observation; choice i is one of `counts[i]` actions."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """A."""
+        return len(self.counts)
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the policy's network: the concatenated logits of all choices."""
+        return sum(self.counts)
+
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats."""
+        return 0.0, sum(map(math.log, self.counts))
+
+
+@dataclass(frozen=True, eq=False)
+class Continuous:
+    """A vector of A unbounded numbers, which are clipped to the environment's bounds."""
+
+    low_A: NDArray[np.float32]
+    high_A: NDArray[np.float32]
+
+    @property
+    def size(self) -> int:
+        """A."""
+        return len(self.low_A)
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the policy's network: the means of a Gaussian."""
+        return len(self.low_A)
+
+    @property
+    def entropy_range(self) -> tuple[float, float]:
+        """Lowest and highest entropy of a policy, in nats: a density has no limits."""
+        return -math.inf, math.inf
+
+
+ActionSpace = Discrete | MultiDiscrete | Continuous

@@ -21,7 +21,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from covey.config import ConfigError, EnvironmentConfig
-from covey.control.action_spaces import ActionSpace, Discrete, MultiDiscrete
 from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.isolated import IsolatedVectorEnv
@@ -34,7 +33,7 @@ from covey.control.envs.manual_reset import (
     copies_are_exact,
 )
 from covey.control.envs.registration import find_spec, refuse_broken
-from covey.control.envs.spaces import SpaceAdapter
+from covey.control.envs.spaces import ActionSpace, Discrete, MultiDiscrete, SpaceAdapter
 
 PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0

@@ -11,6 +11,5 @@ judge                     asks a language model behind an OpenAI-compatible addr
 code                      the reward `code`: programs that pass hidden tests
 code_tests                the tests in a column of the data
 code_judge                runs a program on its tests and decides
-code_values               compares results with expected ones
 sandbox                   isolation of programs
 """

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from covey.config import RewardConfig
-from covey.config.machine import processors
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import Tests, read_tests
 from covey.llm.rewards.final_answer import completion_text
@@ -23,7 +21,6 @@ from covey.runtime.worker.child import one_line
 from covey.runtime.worker.process import CallError
 
 _FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}+|~{3,}+)[^\n`]*$", re.MULTILINE)
-TESTS_COLUMN = "tests"
 
 
 def extract_program(text: str) -> str:
@@ -40,38 +37,23 @@ def extract_program(text: str) -> str:
     return text[begin:] if begin >= 0 else program
 
 
-@dataclass(frozen=True)
-class CodeOptions:
-    """Options of the reward; the fields of the same names in `RewardConfig`."""
-
-    partial: bool = False
-    tests_column: str = TESTS_COLUMN
-    time_limit_seconds: float = 5.0
-    memory_mb: int = 256
-    process_limit: int = 4
-    workers: int | None = None  # as many as the machine has processors
-    unsafe_without_sandbox: bool = False
-
-
 class CodeRunner(RewardRunner):
     """Grades programs side by side.
 
     Each program has its own limits, so a call needs no deadline: it takes at most as long as its programs.
     """
 
-    def __init__(self, options: CodeOptions) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         """Find a sandbox and try it.
 
         Raises:
             ConfigError: if there is none.
         """
-        self.options = options
-        limits = Limits(
-            seconds=options.time_limit_seconds, memory_mb=options.memory_mb, processes=options.process_limit
-        )
-        sandbox = choose_sandbox(unsafe=options.unsafe_without_sandbox)
-        self._judge = Judge(sandbox, limits, every_case=options.partial)
-        self._executor = ThreadPoolExecutor(options.workers or processors(), thread_name_prefix="covey-program")
+        self.config = config
+        limits = Limits(seconds=config.time_limit_seconds, memory_mb=config.memory_mb, processes=config.process_limit)
+        sandbox = choose_sandbox(unsafe=config.unsafe_without_sandbox)
+        self._judge = Judge(sandbox, limits, every_case=config.partial)
+        self._executor = ThreadPoolExecutor(config.process_count, thread_name_prefix="covey-program")
 
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
@@ -90,10 +72,10 @@ class CodeRunner(RewardRunner):
             CallError: if the data has no column with tests.
         """
         completions = arguments["completions"]
-        tests = arguments.get(self.options.tests_column)
+        tests = arguments.get(self.config.tests_column)
         if tests is None:
             raise CallError(
-                f"the data has no column {self.options.tests_column!r} with tests; set tests_column in [[rewards]]"
+                f"the data has no column {self.config.tests_column!r} with tests; set tests_column in [[rewards]]"
             )
         nothing = [None] * len(completions)
         columns = [arguments.get(name) or nothing for name in ("entry_point", "code_prefix")]
@@ -111,7 +93,7 @@ class CodeRunner(RewardRunner):
         self._executor.shutdown(cancel_futures=True)
 
     def _value(self, verdict: Verdict) -> float:
-        return verdict.share if self.options.partial else float(verdict.is_right)
+        return verdict.share if self.config.partial else float(verdict.is_right)
 
     def _grade_each(self, completions: Sequence[Any], *columns: Sequence[Any]) -> list[Verdict | str]:
         """`_grade` of every row, side by side; rows with the same program and the same objects in `columns` share one.
@@ -139,23 +121,17 @@ class CodeRunner(RewardRunner):
             return f"the sandbox failed: {one_line(error)}"
 
 
-def code_runner(config: RewardConfig) -> CodeRunner:
-    """The runner with the options of a [[rewards]] table; errors as of `CodeRunner`."""
-    options = {option.name: getattr(config, option.name) for option in fields(CodeOptions)}
-    return CodeRunner(CodeOptions(**options | {"workers": config.process_count}))
-
-
 def code(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """1 if the program in the completion passes all its tests, else 0; None if it could not be judged.
 
     The tests are in the column `tests` (`code_tests.read_tests`), with `entry_point` and `code_prefix` where they need
-    them. Programs run in a sandbox (`sandbox.backends`), with the limits of `CodeOptions`.
+    them. Programs run in a sandbox (`sandbox.backends`), with the default limits of `RewardConfig`.
 
     Raises:
         ConfigError: if there is no sandbox.
         CallError: if the column is missing.
     """
-    runner = CodeRunner(CodeOptions())
+    runner = CodeRunner(RewardConfig(name="code"))
     try:
         return runner.call({"completions": completions, **columns}, 0, 0.0).values
     finally:

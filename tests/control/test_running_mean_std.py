@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from covey.config import ConfigError, RunError
-from covey.control.nets.mlp import RunningMeanStd
+from covey.control.mlp import RunningMeanStd
 
 
 def observations(rows: int = 1000) -> np.ndarray:

@@ -1,1 +1,0 @@
-"""Networks of actors and critics: a multilayer perceptron and the running scale of observations."""
