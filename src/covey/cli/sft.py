@@ -55,9 +55,9 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
             raise ConfigError(f"a resumed training keeps the settings that it began with: leave out {what}")
         run_dir = user_path(arguments.resume)
         check_run_dir(run_dir, resume=True)
-        from covey.experiment.sft import resume_sft
+        from covey.experiment.sft import SFTBuilder
 
-        return EXIT_CODE if resume_sft(run_dir) is None else None
+        return EXIT_CODE if SFTBuilder.resume(run_dir) is None else None
     if not arguments.recipe:
         raise ConfigError(f"name a recipe, such as: {command('sft', 'my.toml')}")
     config = read_sft_recipe(arguments.recipe, fields)

@@ -27,7 +27,7 @@ from covey.config.model_sources import ModelKind, locate_model
 from covey.config.servers import default_token_file, hide
 from covey.config.serving import ServeOptions, VllmOptions
 from covey.config.terminal import say
-from covey.experiment.llm import build_machine
+from covey.runtime.device import build_machine
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import LoadedModel, load_model, model_folder, resolve_checkpoint
 from covey.llm.policy import LanguagePolicy
