@@ -33,12 +33,10 @@ from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
 from covey.train.controllers import (
     NO_ENTROPY_CONTROL,
-    AdaptiveCoefficient,
     BonusControl,
     ClipControl,
+    Coefficient,
     EntropyControl,
-    KLCoefficient,
-    ScheduledCoefficient,
 )
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 
@@ -94,10 +92,10 @@ def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:
     return KLInReward() if estimator is kl.k1 else KLInLoss(estimator)
 
 
-def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
+def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> Coefficient:
     """The KL coefficient of every step: adaptive after the warm-up if there is a target, otherwise scheduled."""
     if loss.adaptive_kl_target is None:
-        return ScheduledCoefficient(penalty.coefficient)
+        return Coefficient(penalty.coefficient)
     target, horizon = loss.adaptive_kl_target, loss.adaptive_kl_horizon
 
     def rule(coefficient: float, measured: float, rollouts: int) -> float:
@@ -106,7 +104,7 @@ def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
         )
 
     first_step = max(1, loss.kl_warmup_steps)
-    return AdaptiveCoefficient(penalty.coefficient, penalty.placement.metric, rule, first_step=first_step)
+    return Coefficient(penalty.coefficient, penalty.placement.metric, rule, first_step=first_step)
 
 
 def build_entropy_control(name: str, loss: LossBase) -> EntropyControl:
@@ -138,7 +136,7 @@ def build_learners(
     config: RunConfig | ControlConfig,
     algorithm: Algorithm,
     policy: Policy,
-    kl_coefficient: KLCoefficient,
+    kl_coefficient: Coefficient,
     modules: Sequence[tuple[nn.Module, Weights]],
     critics: Sequence[Critic] = (),
     *,
@@ -187,7 +185,6 @@ def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, w
     return MasterAdamW(
         module,
         lr=update.learning_rate,
-        betas=(update.beta1, update.beta2),
         weight_decay=update.weight_decay,
         max_grad_norm=update.max_grad_norm,
         team=team,

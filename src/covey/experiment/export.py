@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 from covey.config import ConfigError, LoRAConfig, RunConfig
-from covey.config.faults import faults_of
-from covey.config.lora import read_adapter_config
-from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, ModelKind, Origin, find_origin, locate_model
-from covey.config.plain_files import read_below
-from covey.config.recipe import config_from_dict
-from covey.config.recipe_writing import config_to_toml
+from covey.config.files import faults_of, read_below
+from covey.config.model_sources import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    ModelKind,
+    Origin,
+    find_origin,
+    locate_model,
+    read_adapter_config,
+)
+from covey.config.recipe import config_from_dict, config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
 from covey.experiment.evaluation import precision_of
 from covey.llm.model.gguf import plan_gguf, read_gguf_license, write_gguf

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
-from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
-from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.files import faults_of, machine_error
+from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, StepRecord, Team
 from covey.experiment import advice
 from covey.experiment.advice import Config, Finished, Launch
@@ -30,11 +30,11 @@ from covey.experiment.resuming import (
     refuse_changed_inputs,
     restore_checkpoint,
 )
-from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.distributed import ALONE, asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from covey.tracking.console import Display
 from covey.tracking.curve import draw_curve
 from covey.tracking.diagnosis import Diagnosis, brief, diagnose
@@ -389,11 +389,10 @@ def build_checkpoints(
     weights each write theirs. Records of earlier steps are flushed to the disk before.
     """
     path = store.shared_dir / CHECKPOINTS_FOLDER
-    pinned = BestPinned() if best else NothingPinned()
     if in_parts:
         kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
-        return kind(path, keep, before_save=store.sync, team=team, pinned=pinned)
-    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, pinned=pinned)
+        return kind(path, keep, before_save=store.sync, team=team, keep_best=best)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, keep_best=best)
 
 
 def summarise(

@@ -26,8 +26,14 @@ from torch import nn
 
 from covey.algorithms import Algorithm, KLFromOutput
 from covey.config import ConfigError, RunConfig
-from covey.config.lora import ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
-from covey.config.model_sources import ADAPTER_CONFIG_FILE, find_origin
+from covey.config.model_sources import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    adapter_folder,
+    base_name,
+    find_origin,
+    resolved,
+)
 from covey.data import Team
 from covey.llm.critic import AdapterCritic, LanguageCritic, SharedTrunkValues
 from covey.llm.generation.backend import find_kernels

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunConfig, RunError
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.common import CheckpointConfig
-from covey.config.faults import faults_of
 from covey.config.fields import plural
-from covey.config.files import read_file, user_path
+from covey.config.files import faults_of, read_file, user_path
 from covey.config.model_sources import MODEL_FOLDER
-from covey.config.recipe_writing import config_to_dict
-from covey.config.reward_models import (
+from covey.config.recipe import config_to_dict
+from covey.config.rewards import BUILT_IN_REWARDS
+from covey.config.sft import (
     REWARD_MODEL_ALGORITHM,
     RewardModelConfig,
     RewardModelKind,

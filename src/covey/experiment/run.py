@@ -13,15 +13,15 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.inputs import input_checksums
-from covey.config.reward_models import RewardModelTraining
 from covey.config.rules import validate
+from covey.config.sft import RewardModelTraining
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.experiment.job import ExperimentBuilder, Observers, Reward, begun, check_observers, resumed
 from covey.experiment.resuming import same_arguments, same_conversation
 from covey.runtime.distributed import ALONE, joined_ranks, team_of
-from covey.runtime.ranks import check_ranks
+from covey.runtime.variables import check_ranks
 from covey.tracking.notebook import ignore_missing_widgets
 from covey.tracking.run_folder import claim_run_dir
 from covey.tracking.run_result import RunResult

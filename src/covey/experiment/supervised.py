@@ -14,11 +14,11 @@ from covey.experiment.advice import Finished
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed
 from covey.runtime.device import Machine, build_machine, environment
 from covey.runtime.distributed import ALONE
-from covey.runtime.timer import Clock
 from covey.tracking.console import Display, describe_size
 from covey.tracking.diagnosis import conclusion
 from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, read_metrics
+from covey.train.metrics import Clock
 from covey.train.state import Limits
 from covey.train.supervised import SupervisedRun, Trainer, train_supervised
 

@@ -24,9 +24,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.serving import ServeOptions
+from covey.config.files import path_error
+from covey.config.servers import ServeOptions
 from covey.config.terminal import say
 from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
