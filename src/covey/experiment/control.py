@@ -93,7 +93,6 @@ class ControlBuilder(ExperimentBuilder):
                 "environment.max_episode_steps"
             )
         self.algorithm = check_own(algorithm, config) if algorithm is not None else self._preset()
-        self.algorithm_name = self.algorithm.name
         self.rollouts = kind(config)
         self.environments = self.rollouts.environments
         self.found += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)

@@ -17,7 +17,7 @@ from covey.data import Group, Rollout, RolloutCredit, SamplerWeights, Start, Tea
 from covey.experiment.job import Evaluation
 from covey.experiment.models import load_policy
 from covey.experiment.plan import fits_this_machine
-from covey.experiment.problem import Completions, build_problem, build_rollout_kind, fit_prompts, opened_problem
+from covey.experiment.problem import Completions, build_problem, build_rollout_kind, opened_problem
 from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
@@ -233,12 +233,10 @@ def evaluate_model(
     """
     left_out: list[str] = []
     groups: list[Group] = []
-    with opened_problem(config) as (problem, kind):
+    with opened_problem(config) as problem:
         loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
-        problem = fit_prompts(
-            problem, config, loaded.chat, loaded.policy.module.config, left_out.append, kind=kind, training=False
-        )
-        sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
+        problem = problem.fit(loaded.chat, loaded.policy.module.config, left_out.append, training=False)
+        sampler = replace(problem.kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         with Display() as display, display.progress("answering", len(problem.held_out)) as advance:
             for piece in answers(sampler, problem.held_out, samples):
                 groups += problem.grader.grade(piece)
@@ -247,7 +245,7 @@ def evaluate_model(
     missing = len(rollouts) - len(scores_of(rollouts))
     if missing == len(rollouts):
         raise RunError(nothing_scored(problem.grader))
-    notes = [*problem.notes(config.evaluation.problems, "--problems"), *kind.notes()]
+    notes = [*problem.notes(config.evaluation.problems, "--problems"), *problem.kind.notes()]
     return ModelEvaluation(
         groups,
         SCORE_KINDS[problem.grader.score_kind],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from covey.config import ConfigError, LoRAConfig, RunConfig
-from covey.config.files import faults_of, read_below
+from covey.config.files import faults_of
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FOLDER,
@@ -30,7 +32,8 @@ from covey.llm.model.loading import holds_adapter, load_adapted_checkpoint, load
 from covey.llm.model.lora import add_adapter, load_adapter, save_adapter
 from covey.runtime.device import choose_precision
 from covey.tracking.run_folder import write_folders
-from covey.tracking.run_store import HELD_OUT_FOLDER, STOPPED_FILE, SUMMARY_FILE, read_metrics
+from covey.tracking.run_reader import RunReader
+from covey.tracking.run_store import read_metrics
 from covey.tracking.score_kinds import SCORE, SCORE_KINDS
 
 CARD = "README.md"
@@ -79,11 +82,7 @@ def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
         for plan, file in zip(plans, files, strict=True):
             write_gguf(plan, loaded.module, tokenizer, draft / file, folder.absolute().name, licence)
 
-    with faults_of(folder):
-        folder.mkdir(exist_ok=True)
-    write_folders(folder, save)
-    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
-    return Exported(folder, parameters, dtype, folder / files[0] if files else None)
+    return _exported(loaded.module, save, folder, dtype, gguf=folder / files[0] if files else None)
 
 
 def export_adapter(name: str, folder: Path) -> Exported:
@@ -118,11 +117,16 @@ def export_adapter(name: str, folder: Path) -> Exported:
         save_adapter(adapter, base, draft)
         loaded.chat.tokenizer.save_pretrained(draft)
 
+    return _exported(adapter.parameters, save, folder, dtype, base=base)
+
+
+def _exported(
+    module: nn.Module, save: Callable[[Path], None], folder: Path, dtype: torch.dtype, **more: Any
+) -> Exported:
     with faults_of(folder):
         folder.mkdir(exist_ok=True)
     write_folders(folder, save)
-    parameters = sum(parameter.numel() for parameter in adapter.parameters.parameters())
-    return Exported(folder, parameters, dtype, base=base)
+    return Exported(folder, sum(parameter.numel() for parameter in module.parameters()), dtype, **more)
 
 
 EMBEDDED_LICENCE = "apache-2.0"  # of SmolLM2, as its authors and the package with its weights declare it
@@ -218,8 +222,9 @@ def _cell(value: Any) -> str:
 
 def _evaluations(run_dir: Path, step: int) -> list[str]:
     """The table of the held-out scores before training and after the step, from the recorded answers."""
-    kind = SCORE_KINDS.get(_score_kind(run_dir), SCORE)
-    before, after = (_scores(run_dir, number) for number in (0, step))
+    reader = RunReader(run_dir)
+    kind = SCORE_KINDS.get(str((reader.summary() or {}).get("score_kind")), SCORE)
+    before, after = (_scores(reader, number) for number in (0, step))
     if not before and not after:
         return []
     count = max(map(len, (before | after).values()))
@@ -243,27 +248,13 @@ def _interval(kind: Any, scores: list[float]) -> str:
     return kind.write_interval(kind.estimate(scores)) if scores else "not measured"
 
 
-def _score_kind(run_dir: Path) -> str:
-    """The kind of score that the run's summary names; empty if there is no summary."""
-    for name in (SUMMARY_FILE, STOPPED_FILE):
-        try:
-            return str(json.loads(read_below(run_dir, name))["score_kind"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return ""
-
-
-def _scores(run_dir: Path, step: int) -> dict[int, list[float]]:
+def _scores(reader: RunReader, step: int) -> dict[int, list[float]]:
     """The scores of the held-out answers after a step by token limit; empty if they were not recorded."""
-    path = run_dir / HELD_OUT_FOLDER / f"step_{step:06d}.jsonl"
     scores: dict[int, list[float]] = {}
-    try:
-        for line in read_below(path.parent, path.name).splitlines():
-            answer = json.loads(line)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for answer in reader.held_out(step).lines:
             if answer["score"] is not None:
                 scores.setdefault(int(answer["max_new_tokens"]), []).append(float(answer["score"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
     return scores
 
 

@@ -86,7 +86,7 @@ class ExperimentBuilder:
 
     name = "language"  # or "control"
     config: Any  # of the run, as written to its folder
-    algorithm_name: str  # as in the summary
+    algorithm: Any  # of a policy
     found: Sequence[str] = ()  # what the user should know of the data or the environments
     has_rollouts = True  # its steps record rollouts
 
@@ -104,6 +104,11 @@ class ExperimentBuilder:
     def score_name(self) -> str:
         """The score whose best value is kept, in words."""
         return self.score_kind
+
+    @property
+    def algorithm_name(self) -> str:
+        """As in the summary."""
+        return str(self.algorithm.name)
 
     @property
     def wording(self) -> Wording:

@@ -19,7 +19,7 @@ from covey.algorithms.advantages import (
     process_by_step,
     process_return_to_go,
 )
-from covey.config import ConfigError, RunConfig, SelectionConfig
+from covey.config import ConfigError, RunConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
@@ -39,7 +39,7 @@ from covey.experiment.models import (
     load_policy,
     with_outputs,
 )
-from covey.experiment.problem import Problem, build_problem, build_rollout_kind, fit_prompts
+from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import RewardGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat, TokenTexts
@@ -62,7 +62,6 @@ from covey.train.collect import (
     Collector,
     DynamicSampling,
     FixedGroups,
-    GroupSize,
     LogGroupSizes,
     fixed_size,
     linear_size,
@@ -71,7 +70,7 @@ from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.replay import build_replay
-from covey.train.selection import ByExpectedSignal, FromTheData, PromptSelection
+from covey.train.selection import ByExpectedSignal, FromTheData
 from covey.train.state import Components, FixedRewards, LoopConfig, NeverUpdate
 
 CREDITS: dict[str, CreditAssignment] = {
@@ -106,13 +105,12 @@ class LLMBuilder(ExperimentBuilder):
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self._adapter_notes = check_first_adapter(self.config)
-        self.kind = build_rollout_kind(config, environment)
-        self._open.callback(self.kind.close)
+        kind = build_rollout_kind(self.config, environment)
+        self._open.callback(kind.close)
         try:
-            self.problem = build_problem(config, task, rewards, self.kind)
+            self.problem = build_problem(self.config, task, rewards, kind)
             self._open.callback(lambda: self.problem.grader.close())
             self.algorithm = build_llm_algorithm(config, self.problem.grader.weights, algorithm)
-            self.algorithm_name = self.algorithm.name
         except BaseException:
             self._open.close()
             raise
@@ -128,9 +126,7 @@ class LLMBuilder(ExperimentBuilder):
         """
         if not self._prompts_fit:
             try:
-                self.problem = fit_prompts(
-                    self.problem, self.config, chat, model_config, lambda line: self._note(line), kind=self.kind
-                )
+                self.problem = self.problem.fit(chat, model_config, lambda line: self._note(line))
             except ConfigError:
                 self.close()
                 raise
@@ -144,7 +140,7 @@ class LLMBuilder(ExperimentBuilder):
     @property
     def notes(self) -> list[str]:
         of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
-        return [*of_problem, *self._prompt_notes, *self.kind.notes(), *self._adapter_notes]
+        return [*of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -159,13 +155,14 @@ class LLMBuilder(ExperimentBuilder):
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""
-        config = self.config
+        config, sampling, chosen = self.config, self.config.sampling, self.config.selection
         loaded = self._load(store, display)
         self._note = display.note
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
-        _note_unused_step_rewards(config, problem, display)
+        if problem.grader.splitter and config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP:
+            display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
         algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
@@ -194,7 +191,7 @@ class LLMBuilder(ExperimentBuilder):
             learners=learners,
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
-            selection=build_selection(config.selection),
+            selection=ByExpectedSignal(**vars(chosen)) if chosen.candidates > 1 else FromTheData(),
             replay=build_replay(config.replay),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
@@ -207,9 +204,22 @@ class LLMBuilder(ExperimentBuilder):
             team=self.team,
             weights=sampler_weights,
         )
+        first, last = sampling.group_size, sampling.final_group_size
+        settings = LoopConfig(
+            steps=config.steps,
+            seed=config.seed,
+            starts_per_step=sampling.prompts_per_step,
+            group_size=fixed_size(first) if last is None else linear_size(first, last, config.steps),
+            mask_truncated=config.loss.mask_truncated,
+            checkpoint_every=config.checkpoint.every,
+            iteration_steps=config.iteration.steps or 0,
+            decision_budget=config.token_budget or math.inf,
+            patience=config.evaluation.patience or math.inf,
+            keep_best=config.checkpoint.best,
+        )
         machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
-            parts, _loop_config(config), held_out.measure, lambda: _collect(models, loaded, iterated),
+            parts, settings, held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
 
@@ -217,7 +227,7 @@ class LLMBuilder(ExperimentBuilder):
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
-        loaded.sampler = self.kind.sampler(loaded.sampler)
+        loaded.sampler = self.problem.kind.sampler(loaded.sampler)
         loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
 
         def save(folder: Path) -> None:
@@ -241,28 +251,6 @@ def _iterated(
     held_out = problem.held_out[: config.iteration.evaluation_problems]
     positions = position_limit(loaded.policy.module.config)
     return (build_iterated_reward_model(config, problem.grader, loaded.sampler, positions, held_out, store, display),)
-
-
-def _note_unused_step_rewards(config: RunConfig, problem: Problem, display: Display) -> None:
-    """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
-    by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
-    if by_outcome and problem.grader.splitter is not None:
-        display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
-
-
-def _loop_config(config: RunConfig) -> LoopConfig:
-    return LoopConfig(
-        steps=config.steps,
-        seed=config.seed,
-        starts_per_step=config.sampling.prompts_per_step,
-        group_size=build_group_size(config),
-        mask_truncated=config.loss.mask_truncated,
-        checkpoint_every=config.checkpoint.every,
-        iteration_steps=config.iteration.steps or 0,
-        decision_budget=config.token_budget or math.inf,
-        patience=config.evaluation.patience or math.inf,
-        keep_best=config.checkpoint.best,
-    )
 
 
 def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) -> NotedGrader:
@@ -335,23 +323,11 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
     )
 
 
-def build_group_size(config: RunConfig) -> GroupSize:
-    first, last = config.sampling.group_size, config.sampling.final_group_size
-    return fixed_size(first) if last is None else linear_size(first, last, config.steps)
-
-
 def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:
     """Records the tokens of rollouts if the config says so."""
     texts = TokenTexts(chat.tokenizer)
     prompts = partial(prompts_read, texts)
     return TokenRecorder(policy, texts, team, prompts) if config.record.tokens else RolloutRecorder(prompts)
-
-
-def build_selection(selection: SelectionConfig) -> PromptSelection:
-    """The selection of prompts."""
-    if selection.candidates == 1:
-        return FromTheData()
-    return ByExpectedSignal(**vars(selection))
 
 
 def build_collector(config: RunConfig) -> Collector:

@@ -105,15 +105,7 @@ def plan_memory(
     place = Place.of(first)
 
     def planned(config: RunConfig) -> MemoryPlan:
-        return predict(
-            size,
-            config,
-            device=place.device,
-            width=place.dtype.itemsize,
-            prompt_tokens=prompt_tokens,
-            reward_model_parameters=count_reward_models(config),
-            processes=process_bytes_of(config),
-        )
+        return plan_of(size, config, place, prompt_tokens)
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
     sampling = first.sampling
@@ -165,12 +157,17 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
     model_config = find_model_config(config.model)
     if model_config is None:
         return None
-    place = Place.of(config)
+    return plan_of(read_dimensions(model_config, config.model), config, Place.of(config))
+
+
+def plan_of(size: Dimensions, config: RunConfig, place: Place, prompt_tokens: int = PROMPT_TOKENS) -> MemoryPlan:
+    """The plan of a run, with its reward models and its other processes."""
     return predict(
-        read_dimensions(model_config, config.model),
+        size,
         config,
         device=place.device,
         width=place.dtype.itemsize,
+        prompt_tokens=prompt_tokens,
         reward_model_parameters=count_reward_models(config),
         processes=process_bytes_of(config),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,9 +207,8 @@ def tools_of(config: RunConfig) -> Sequence[Tool] | None:
     Raises:
         ConfigError: as `build_rollout_kind`.
     """
-    kind = build_rollout_kind(config)
-    kind.close()
-    return kind.tools
+    with closing(build_rollout_kind(config)) as kind:
+        return kind.tools
 
 
 def build_rollout_kind(config: RunConfig, environment: Any = None) -> Completions:
@@ -248,6 +247,8 @@ def build_rollout_kind(config: RunConfig, environment: Any = None) -> Completion
 class Problem:
     """Task and grader of a run, and its held-out problems."""
 
+    config: RunConfig
+    kind: Completions  # of its rollouts, with which the rewards were tried
     task: Task
     grader: RewardGrader
     held_out: list[Start]  # at least one, at most evaluation.problems
@@ -256,26 +257,49 @@ class Problem:
         """Counts of the task since the last call."""
         return self.task.metrics() if isinstance(self.task, FittingTask) else {}
 
-    def note_rendered_prompts(self, config: RunConfig, chat: Chat, note: Note) -> None:
-        """Tell the user of a prompt that a chat template has rendered and the tokenizer begins once more."""
-        starts = list(self.held_out)
-        if isinstance(self.task, PromptDataset):
-            starts += self.task.draw(config.seed, 1, config.sampling.prompts_per_step, first=0, before=0)
-        for line in rendered_notes((start.prompt for start in starts), chat):
-            note(line)
-
-    def prompt_as_read(self, kind: Completions, config: RunConfig) -> list[str]:
+    def prompt_as_read(self) -> list[str]:
         """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
         first observation of the environment that was tried; [] if the model's tokenizer is not on this machine.
         """
-        found = find_chat(config.model)
+        found = find_chat(self.config.model)
         if found is None:
             return []
-        chat, model_config = found[0].with_config(config.chat), found[1]
-        limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=True)
+        chat, model_config = found[0].with_config(self.config.chat), found[1]
+        limit = self.kind.prompt_limit(chat, model_config, self.config.rollout_limit, drop=True)
         ids = (limit.encode or chat.encode)(self.held_out[0].prompt)
         lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
         return [f"the model reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
+
+    def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
+        """The problem without prompts that are too long for the model.
+
+        With `sampling.long_prompts` = "drop" long prompts are removed, else they are errors.
+
+        Args:
+            chat: encodes the prompts.
+            model_config: transformers' config of the model.
+            note: called with a line for the user about dropped prompts, and about those that a template has rendered.
+            training: if False, only held-out prompts are checked.
+
+        Raises:
+            ConfigError: naming the first prompt that is too long; a line of a file by its number.
+        """
+        config, sampling, task = self.config, self.config.sampling, self.task
+        tried = list(self.held_out)
+        if isinstance(task, PromptDataset):
+            tried += task.draw(config.seed, 1, sampling.prompts_per_step, first=0, before=0)
+        for line in rendered_notes((start.prompt for start in tried), chat):
+            note(line)
+        drop = sampling.long_prompts == "drop"
+        limit = self.kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
+        evaluated = replace(limit, max_new_tokens=max(config.rollout_limit, *config.evaluation.token_limits, 0))
+        if isinstance(task, PromptDataset):
+            task.keep_fitting(limit if training else None, evaluated)
+            return replace(self, held_out=task.held_out(config.evaluation.problems))
+        held_out = evaluated.taken(self.held_out, note)
+        if training and not drop:
+            refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
+        return replace(self, task=FittingTask(task, limit, note), held_out=held_out)
 
     def notes(self, asked: int, name: str) -> list[str]:
         """Notes on the data for the user, such as fewer held-out problems than asked for.
@@ -332,64 +356,20 @@ def build_problem(
     except ConfigError:
         grader.close()
         raise
-    return Problem(task, grader, held_out)
+    return Problem(config, kind, task, grader, held_out)
 
 
 @contextmanager
-def opened_problem(config: RunConfig) -> Iterator[tuple[Problem, Completions]]:
-    """Context manager with the problem of a recipe and the kind of its rollouts, which are closed at the end.
+def opened_problem(config: RunConfig) -> Iterator[Problem]:
+    """Context manager with the problem of a recipe, whose processes end with it.
 
     Raises:
         ConfigError: as `build_rollout_kind` and `build_problem` do.
     """
-    kind = build_rollout_kind(config)
-    try:
+    with closing(build_rollout_kind(config)) as kind:
         problem = build_problem(config, kind=kind)
-        try:
-            yield problem, kind
-        finally:
-            problem.grader.close()
-    finally:
-        kind.close()
-
-
-def fit_prompts(
-    problem: Problem,
-    config: RunConfig,
-    chat: Chat,
-    model_config: Any,
-    note: Note,
-    *,
-    kind: Completions,
-    training: bool = True,
-) -> Problem:
-    """The problem without prompts that are too long for the model.
-
-    Args:
-        problem: with all prompts.
-        config: with the token limits, and `sampling.long_prompts`: "drop" removes long prompts, else they are errors.
-        chat: encodes the prompts.
-        model_config: transformers' config of the model.
-        note: called with a line for the user about dropped prompts, and about those that a template has rendered.
-        kind: of the rollouts, with which the rewards of the problem were tried.
-        training: if False, only held-out prompts are checked.
-
-    Raises:
-        ConfigError: naming the first prompt that is too long; a line of a file by its number.
-    """
-    problem.note_rendered_prompts(config, chat, note)
-    drop, sampling = config.sampling.long_prompts == "drop", config.sampling
-    limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
-    longest = max(config.rollout_limit, *config.evaluation.token_limits, 0)
-    evaluated = replace(limit, max_new_tokens=longest)
-    task = problem.task
-    if isinstance(task, PromptDataset):
-        task.keep_fitting(limit if training else None, evaluated)
-        return replace(problem, held_out=task.held_out(config.evaluation.problems))
-    held_out = evaluated.taken(problem.held_out, note)
-    if training and not drop:
-        refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
-    return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
+        with closing(problem.grader):
+            yield problem
 
 
 def rendered_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:

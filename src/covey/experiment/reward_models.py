@@ -37,7 +37,7 @@ from covey.data import Group
 from covey.experiment.advice import Finished, Launch
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import LoadedPolicy, load_policy
-from covey.experiment.problem import COMPLETIONS, build_problem, fit_prompts
+from covey.experiment.problem import build_problem
 from covey.experiment.supervised import SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
 from covey.llm.data.rows import hold_out, without_held_out
@@ -355,7 +355,7 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
         loaded = load_policy(config, machine)
         completer = _completer(config, options.completer, machine, loaded)
         module_config = loaded.policy.module.config
-        problem = fit_prompts(problem, config, loaded.chat, module_config, display.note, kind=COMPLETIONS)
+        problem = problem.fit(loaded.chat, module_config, display.note)
         splitter.chat = loaded.chat
         labeller = StepLabeller(
             completer.sampler, splitter, problem.grader, options.continuations,

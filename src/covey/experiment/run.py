@@ -186,5 +186,5 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
 
         assert isinstance(builder, LLMBuilder)
         check_model_files(config.model)
-        return [*builder.problem.prompt_as_read(builder.kind, builder.config), *builder.notes, report_backend(config)]
+        return [*builder.problem.prompt_as_read(), *builder.notes, report_backend(config)]
     return list(builder.notes)

@@ -32,7 +32,7 @@ from covey.experiment.advice import Finished, Launch
 from covey.experiment.algorithm import build_optimizer
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import load_policy, load_trainable
-from covey.experiment.problem import build_rollout_kind, fit_prompts, opened_problem, rendered_notes, tools_of
+from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
 from covey.experiment.supervised import SupervisedBuilder
 from covey.llm.data.rows import hold_out
 from covey.llm.data.sft_examples import Examples
@@ -73,16 +73,16 @@ class Data:
     notes: Sequence[str]  # for the user
     samples: bytes = b""  # content of examples.jsonl; empty if the examples are not samples
 
-    @property
-    def digest(self) -> str:
-        """A checksum of all tokens."""
-        parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    @classmethod
+    def of_samples(cls, training: list[Sample], held_out: list[Sample], notes: Sequence[str]) -> Data:
+        """The tokens of the model's own samples."""
+        return cls(tokens_of(training), tokens_of(held_out), notes, written(training, held_out))
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The checksum by which a resumed training knows its examples."""
-        return {"examples": self.digest}
+        """The checksum of all tokens, by which a resumed training knows its examples."""
+        parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
+        return {"examples": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """The held-out examples in batches."""
@@ -109,7 +109,10 @@ def train_sft(
     validate_sft(config)
     config = replace(config, model=resolve_checkpoint(config.model))
     machine = build_machine(config.device, config.precision, config.threads)
-    data = sample_data(config, machine) if is_sampled(config.sft.data) else read_data(config, examples)
+    if config.sft.data == SAMPLES:
+        data = sampled_examples(config, machine)
+    else:
+        data = examples_of_run(config) if is_sampled(config.sft.data) else read_data(config, examples)
     steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
     config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
     with begun(ALONE, run_dir, config, launch) as job:
@@ -142,17 +145,6 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     return Data(training, held_out, notes)
 
 
-def sample_data(config: RunConfig, machine: Machine) -> Data:
-    """The model's own samples, of this training or of a run, as examples.
-
-    Raises:
-        ConfigError: if none has enough reward.
-    """
-    sampled = sampled_examples(config, machine) if config.sft.data == SAMPLES else examples_of_run(config)
-    training, held_out = tokens_of(sampled.training), tokens_of(sampled.held_out)
-    return Data(training, held_out, sampled.notes, written(sampled.training, sampled.held_out))
-
-
 class SFTBuilder(SupervisedBuilder):
     """Builder of a supervised fine-tuning."""
 
@@ -168,8 +160,7 @@ class SFTBuilder(SupervisedBuilder):
         validate_sft(config, resuming=True)
         if not is_sampled(config.sft.data):
             return read_data(config)
-        training, held_out = map(tokens_of, read_back(run_dir / EXAMPLES_FILE))
-        return Data(training, held_out, [])
+        return Data.of_samples(*read_back(run_dir / EXAMPLES_FILE), [])
 
     @property
     def counts(self) -> dict[str, int]:
@@ -242,16 +233,7 @@ PIECE = 64  # prompts per call of the sampler
 STEP = 1  # whose random numbers are used
 
 
-@dataclass(frozen=True)
-class SampledExamples:
-    """Samples with enough reward."""
-
-    training: list[Sample]
-    held_out: list[Sample]
-    notes: list[str]  # for the user
-
-
-def sampled_examples(config: RunConfig, machine: Machine) -> SampledExamples:
+def sampled_examples(config: RunConfig, machine: Machine) -> Data:
     """Sample the recipe's prompts with its model, and grade by its rewards. A function of the recipe and its seed.
 
     Raises:
@@ -260,13 +242,13 @@ def sampled_examples(config: RunConfig, machine: Machine) -> SampledExamples:
     """
     sft, notes = config.sft, list[str]()
     groups: list[Group] = []
-    with opened_problem(config) as (problem, kind):
+    with opened_problem(config) as problem:
         loaded = load_policy(config, machine)
         model_config = loaded.policy.module.config
-        problem = fit_prompts(problem, config, loaded.chat, model_config, notes.append, kind=kind)
+        problem = problem.fit(loaded.chat, model_config, notes.append)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start
-        sampler = kind.sampler(loaded.sampler)
+        sampler = problem.kind.sampler(loaded.sampler)
         starts = problem.task.draw(config.seed, STEP, sft.count, first=0, before=0)
         with Display(title="covey: samples") as display, display.progress("sampling", len(starts)) as advance:
             for begin in range(0, len(starts), PIECE):
@@ -277,7 +259,7 @@ def sampled_examples(config: RunConfig, machine: Machine) -> SampledExamples:
     return _examples(config, groups, sampler, model_config, notes, remedy)
 
 
-def examples_of_run(config: RunConfig) -> SampledExamples:
+def examples_of_run(config: RunConfig) -> Data:
     """The rollouts of a run with enough reward, or all samples on which a run of `covey sft` was trained.
 
     The prompts of rollouts are encoded with the recipe's [chat] and [conversation].
@@ -297,7 +279,7 @@ def examples_of_run(config: RunConfig) -> SampledExamples:
     if chat.tokenizer.get_vocab() != load_chat(name)[0].tokenizer.get_vocab():
         raise ConfigError(f"sft.data: the tokens of {name} are of another tokenizer than that of {config.model}")
     if samples_file.is_file():
-        return SampledExamples(*read_back(samples_file), [])
+        return Data.of_samples(*read_back(samples_file), [])
     notes = _differences(config, reader)
     kind = build_rollout_kind(config)
     try:
@@ -315,7 +297,7 @@ def _examples(
     model_config: Any,
     notes: Sequence[str],
     remedy: str,
-) -> SampledExamples:
+) -> Data:
     """The examples among graded groups."""
     sft, groups = config.sft, list(groups)
     chosen = select(groups, sft, sampler.prompt_of, remedy=remedy)
@@ -338,12 +320,12 @@ def _examples(
         f"{sum(rewards) / len(rewards):.3g}), each with a reward of at least {sft.min_reward:g}"
     )
     if not sft.held_out_fraction:
-        return SampledExamples(fitting, [], told)
+        return Data.of_samples(fitting, [], told)
     one_prompt = (
         "the examples have one prompt only, so none is left to hold out: sample more prompts, lower sft.min_reward, or "
         "set sft.held_out_fraction = 0"
     )
-    return SampledExamples(*hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt), told)
+    return Data.of_samples(*hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt), told)
 
 
 def _differences(config: RunConfig, reader: RunReader) -> list[str]:
