@@ -40,15 +40,13 @@ from covey.experiment.models import (
     with_outputs,
 )
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
-from covey.llm.grader import RewardGrader
+from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat, TokenTexts
 from covey.llm.model.loading import find_chat, resolve_checkpoint, save_architecture
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.iteration import IteratedRewardModel
-from covey.llm.rewards.team_grader import TeamGrader
-from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks.prompt_limit import Note
 from covey.runtime.device import build_machine, environment
@@ -180,10 +178,13 @@ class LLMBuilder(ExperimentBuilder):
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
             shared_trunk=config.critic.trunk == "policy", team=self.team,
         )  # fmt: skip
+        grader = RunGrader(problem.grader, self.team, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+        if note := grader.unfinished():
+            display.note(note)
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
-            grader=_noted(problem.grader, store, display, self.team),
+            grader=grader,
             policy=policy,
             reference=models.reference,
             reference_updater=build_reference_updater(config, models),
@@ -251,15 +252,6 @@ def _iterated(
     held_out = problem.held_out[: config.iteration.evaluation_problems]
     positions = position_limit(loaded.policy.module.config)
     return (build_iterated_reward_model(config, problem.grader, loaded.sampler, positions, held_out, store, display),)
-
-
-def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) -> NotedGrader:
-    """The grader of a run, with a note for the user if the last reward call of a resumed run was not finished."""
-    names = [reward.name for reward in grader.rewards]
-    noted = NotedGrader(TeamGrader(grader, team), names, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
-    if note := noted.take_note():
-        display.note(note)
-    return noted
 
 
 def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:

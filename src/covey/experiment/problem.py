@@ -20,10 +20,9 @@ from covey.llm.conversation.processes import EnvironmentProcesses, Environments,
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
-from covey.llm.grader import RewardGrader, build_grader, right_rollout
+from covey.llm.grader import RewardGrader, build_grader, check_answers, right_rollout, rows_of_every_kind
 from covey.llm.model.chat import Chat, Message
 from covey.llm.model.loading import find_chat
-from covey.llm.rewards.row_check import check_answers, rows_of_every_kind
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
