@@ -53,7 +53,7 @@ from covey.train.controllers import (
 )
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.loop import train
-from covey.train.replay import NoReplay, RecentGroups, Replay
+from covey.train.replay import RecentGroups, Replay
 from covey.train.state import Components, Limits, Progress
 from covey.train.supervised import SupervisedRun
 
@@ -366,7 +366,7 @@ def update_plan(update: UpdateBase, *, single_decisions: bool = False) -> Update
 
 def build_replay(replay: ReplayConfig) -> Replay:
     """The groups of earlier steps that a step learns from again."""
-    return RecentGroups(**vars(replay)) if replay.groups else NoReplay()
+    return RecentGroups(**vars(replay)) if replay.groups else Replay()
 
 
 def build_checkpoints(

@@ -17,7 +17,7 @@ from covey.config import ConfigError, RunConfig
 from covey.config.common import NOT_BY_GROUP
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
-from covey.data import Team
+from covey.data import RewardModelUpdater, Team
 from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
     Experiment,
@@ -75,7 +75,7 @@ from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
 from covey.train.iterate import iterate
 from covey.train.loop import train
-from covey.train.state import Components, FixedRewards, LoopConfig
+from covey.train.state import Components, LoopConfig
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class LLMBuilder(PolicyBuilder):
             algorithm=algorithm,
             learners=learners,
             kl_coefficient=kl_coefficient,
-            reward_model=next(iter(iterated), FixedRewards()),
+            reward_model=next(iter(iterated), RewardModelUpdater()),
             selection=build_selection(config.selection),
             replay=build_replay(config.replay),
             collector=build_collector(config),

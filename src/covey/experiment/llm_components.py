@@ -42,8 +42,7 @@ from covey.train.collect import (
     linear_size,
 )
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
-from covey.train.selection import ByExpectedSignal, FromTheData, PromptSelection
-from covey.train.state import NeverUpdate
+from covey.train.selection import ByExpectedSignal, PromptSelection
 
 CREDITS: dict[str, CreditAssignment] = {
     "outcome": outcome,
@@ -122,7 +121,7 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
     """In an iterative run, the reference of an iteration is the policy at its beginning."""
     every = config.reference.refresh_every or config.iteration.steps
     if not every:
-        return NeverUpdate()
+        return ReferenceUpdater()
     reference, leader = models.reference, models.policy
     return EMAWeights(
         reference.trained,
@@ -148,7 +147,7 @@ def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: 
 def build_selection(selection: SelectionConfig) -> PromptSelection:
     """The selection of prompts."""
     if selection.candidates == 1:
-        return FromTheData()
+        return PromptSelection()
     return ByExpectedSignal(**vars(selection))
 
 
