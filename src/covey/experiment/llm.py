@@ -121,7 +121,7 @@ def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
         ConfigError: if it cannot be found or loaded.
     """
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
+        executor.submit(find_kernels, machine.device, machine.dtype)  # may compile, which takes about 20 s
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     sampling, chat = config.sampling, loaded.chat.with_config(config.chat)
     policy = LanguagePolicy(

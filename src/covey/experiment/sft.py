@@ -208,7 +208,7 @@ class SFTBuilder(SupervisedBuilder):
         if data.samples:
             write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
         with ThreadPoolExecutor(1) as executor:
-            executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
+            executor.submit(find_kernels, machine.device, machine.dtype)  # may compile, which takes about 20 s
             loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
         policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens)
         if config.update.recompute:
