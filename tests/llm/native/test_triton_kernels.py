@@ -85,10 +85,12 @@ def completions(policy: LanguagePolicy, settings: GenerationSettings):
     [
         ("llama", {}),
         pytest.param("qwen3", {"max_rows": 2}, marks=pytest.mark.slow),  # norms of heads; a prompt waits for rows
+        pytest.param("qwen2", {"temperature": 1.1}, marks=pytest.mark.slow),  # biases, without copies of weights
         pytest.param("qwen2", {"truncation": Truncation(min_new_tokens=3), "stop": STOP}, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request):
+def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request, monkeypatch):
+    monkeypatch.setattr("covey.llm.generation.graph_decoder.copies_fit", lambda _: "temperature" not in changed)
     settings = replace(SETTINGS, **changed)
     right = completions(LanguagePolicy(tiny_model(kind)), settings)
     request.getfixturevalue("on_gpu_kernels")
