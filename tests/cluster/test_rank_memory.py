@@ -20,16 +20,16 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.memory_of_ranks import must_shard
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
-from covey.llm.memory.rank_memory import (
+from covey.llm.policy import LanguagePolicy
+from covey.runtime.distributed import Alone, GradientTree
+from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
+from covey.train.gather import shard_rows
+from covey_cluster.rank_memory import (
     predict_sharded,
     rollout_bytes,
     units_of,
     without_sampling,
 )
-from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import Alone, GradientTree
-from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
-from covey.train.gather import shard_rows
 
 FIELDS = {
     "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
