@@ -8,8 +8,8 @@ from covey.config import RunConfig
 from covey.config.model_sources import ModelKind, locate_model
 from covey.experiment.llm import build_machine, load_policy
 from covey.experiment.plan import fits_this_machine
+from covey.llm.model.files import cached_folder
 from covey.llm.model.loading import resolve_checkpoint
-from covey.llm.model.pretrained import cached_folder
 
 
 def report_backend(config: RunConfig) -> str:

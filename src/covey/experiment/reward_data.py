@@ -19,8 +19,7 @@ from covey.experiment.conversations import COMPLETIONS
 from covey.experiment.llm import LoadedPolicy, Machine, build_machine, load_policy
 from covey.experiment.problem import build_problem, fit_prompts
 from covey.llm.model.architecture import position_limit
-from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
-from covey.llm.reward_models.graded_groups import PairSource, graded_completions
+from covey.llm.reward_models.graded_groups import LabelledCompletion, PairSource, StepLabeller, graded_completions
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.tracking.console import Display
 from covey.tracking.run_folder import write_atomically
@@ -140,7 +139,7 @@ def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller
     if options.data == "grades":
         records = [{"prompt": one.prompt, "completion": one.completion, "grade": bool(one.grade)} for one in graded]
         return _Examples(records, len(graded), right)
-    pairs = PairSource(labeller.sampler.seed, options.completions).pairs(groups, 1)
+    pairs = PairSource(labeller.sampler.seed, options.completions).examples(groups, 1)
     records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
     return _Examples(records, len(graded), right)
 

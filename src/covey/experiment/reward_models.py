@@ -38,19 +38,20 @@ from covey.experiment.job import Job, begun, resumed
 from covey.experiment.llm import Machine, build_machine
 from covey.experiment.supervised import HeldOutExamples, SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
-from covey.llm.data.rows import hold_out, without_held_out
+from covey.llm.data.rows import Split, encode_split, hold_out, without_held_out
+from covey.llm.model.architecture import shortest
 from covey.llm.model.loading import resolve_checkpoint
-from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (
+    REWARD_OPTIONS,
     EncodedExample,
     Objective,
     choose_objective,
+    encode_example,
     encode_examples,
     kind_of_examples,
 )
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
-from covey.llm.reward_models.model import RewardModel
-from covey.llm.reward_models.training import RewardModelTrainer, by_prompt
+from covey.llm.reward_models.training import Quality, RewardModelTrainer, by_prompt, evaluate
 from covey.runtime.device import environment
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
@@ -70,11 +71,9 @@ SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean
 class Data:
     """Examples of a training."""
 
-    training: list[Example]
-    held_out: list[Example]
+    split: Split[Example]
     objective: Objective
     kind: RewardModelKind
-    overlap: int = 0  # examples that were dropped because their prompts are held out
 
 
 def read_training_data(config: RewardModelTraining) -> Data:
@@ -88,7 +87,7 @@ def read_training_data(config: RewardModelTraining) -> Data:
         held_out = read_examples(config.held_out, config.grade_column)
         if type(held_out[0]) is not type(examples[0]):
             raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
-        kept = without_held_out(
+        split = without_held_out(
             examples,
             held_out,
             paths=(config.data, config.held_out),
@@ -97,10 +96,9 @@ def read_training_data(config: RewardModelTraining) -> Data:
         )
     else:
         one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
-        kept, held_out = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
-    objective = choose_objective([*kept, *held_out], config.grade_loss, config.center)
-    overlap = len(examples) - len(kept) if config.held_out else 0
-    return Data(kept, held_out, objective, kind_of_examples(kept), overlap)
+        split = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
+    objective = choose_objective([*split.training, *split.held_out], config.grade_loss, config.center)
+    return Data(split, objective, kind_of_examples(split.training))
 
 
 def train_reward_model(
@@ -170,7 +168,14 @@ class RewardModelBuilder(SupervisedBuilder):
         reads_end = data.kind is RewardModelKind.PROCESS
         self.model.scale = replace(self.model.scale, step_separator=config.step_separator, reads_end=reads_end)
         self.notes: list[str] = []  # for the user, before the training
-        self.examples, self.held_out = _encoded(self.model, data, config, self.notes)
+        self.examples, self.held_out = encode_split(
+            data.split,
+            partial(encode_example, encoder=self.model.encoder),
+            shortest(config.max_tokens or None, self.model.longest),
+            drop=config.long_examples == "drop",
+            options=REWARD_OPTIONS,
+            notes=self.notes,
+        )
         self.per_epoch = batches_per_epoch(len(self.examples), config.batch_size)
         self.config = replace(config, steps=config.epochs * self.per_epoch)
         self._quality: Quality | None = None  # the last one that was measured
@@ -272,32 +277,12 @@ def evaluate_reward_model(
         raise ConfigError(
             f"{data} has data of {kind.with_article}, and {name} is {model.kind.with_article}: name other data"
         )
-    encoded, _ = encode_examples(
-        examples, model.encoder, _most_tokens(model, config), drop=config.long_examples == "drop"
-    )
+    longest = shortest(config.max_tokens or None, model.longest)
+    encoded = encode_examples(examples, model.encoder, longest, drop=config.long_examples == "drop")
     quality = evaluate(model, encoded, objective)
     if picture is not None and quality.reliability is not None:
         draw_reliability(picture, quality.reliability, f"{model.kind.noun}, {plural(len(encoded), 'example')}")
     return quality, len(encoded)
-
-
-def _encoded(
-    model: RewardModel, data: Data, config: RewardModelConfig, notes: list[str]
-) -> tuple[list[EncodedExample], list[EncodedExample]]:
-    """The encoded training and held-out examples."""
-    most, drop = _most_tokens(model, config), config.long_examples == "drop"
-    examples, dropped = encode_examples(data.training, model.encoder, most, drop=drop)
-    held_out, more = encode_examples(data.held_out, model.encoder, most, drop=drop)
-    if dropped + more:
-        notes.append(f"{plural(dropped + more, 'example')} of more than {most:,} tokens were left out")
-    if data.overlap:
-        notes.append(f"{plural(data.overlap, 'example')} left out of training because their prompts are held out")
-    return examples, held_out
-
-
-def _most_tokens(model: RewardModel, config: RewardModelConfig) -> int | None:
-    limit = model.longest
-    return min(config.max_tokens or limit or 0, limit or config.max_tokens) or None
 
 
 def _absolute(model: str) -> str:

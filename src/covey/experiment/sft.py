@@ -37,12 +37,13 @@ from covey.experiment.llm import Machine, build_machine
 from covey.experiment.problem import rendered_notes
 from covey.experiment.sft_samples import examples_of_run, sampled_examples
 from covey.experiment.supervised import HeldOutExamples, SupervisedBuilder
-from covey.llm.data.sft_examples import Examples
+from covey.llm.data.rows import Split, encode_split
+from covey.llm.data.sft_examples import Example
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
-from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of, encode_examples, longest_example
+from covey.llm.sft.encoding import SFT_OPTIONS, EncodedExample, ExampleEncoder, batch_of, longest_example
 from covey.llm.sft.samples import read_back, tokens_of, written
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import environment
@@ -84,7 +85,7 @@ class Data:
 
 
 def train_sft(
-    config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Examples | None = None
+    config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Split[Example] | None = None
 ) -> RunResult | None:
     """Train a model on the examples of a recipe.
 
@@ -132,7 +133,7 @@ def resume_sft(run_dir: Path) -> RunResult | None:
         return Job(builder, run.store, run.launch, data.inputs, (), run.origin, run.notes, resuming=True).run()
 
 
-def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
+def read_data(config: RunConfig, examples: Split[Example] | None = None) -> Data:
     """The examples of a config as tokens, for which only the tokenizer of the model is loaded.
 
     Args:
@@ -144,17 +145,15 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
     examples = read_source(config) if examples is None else examples
-    encoder, longest = ExampleEncoder(chat, tools_of(config)), longest_example(model_config, config.sft.max_tokens)
-    drop = config.sft.long_examples == "drop"
-    training, held_out = (
-        encode_examples(some, encoder, longest, drop=drop) for some in (examples.training, examples.held_out)
-    )
     notes = rendered_notes((example.prompt for example in (*examples.training, *examples.held_out)), chat)
-    dropped = len(examples.training) + len(examples.held_out) - len(training) - len(held_out)
-    if dropped:
-        notes.append(f"{plural(dropped, 'example')} of more than {longest:,} tokens left out")
-    if examples.overlap:
-        notes.append(f"{plural(examples.overlap, 'example')} left out of training because their prompts are held out")
+    training, held_out = encode_split(
+        examples,
+        ExampleEncoder(chat, tools_of(config)).encode,
+        longest_example(model_config, config.sft.max_tokens),
+        drop=config.sft.long_examples == "drop",
+        options=SFT_OPTIONS,
+        notes=notes,
+    )
     return Data(training, held_out, notes)
 
 

@@ -15,10 +15,10 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import Machine, load_policy
 from covey.experiment.problem import fit_prompts, opened_problem
-from covey.llm.data.rows import hold_out
+from covey.llm.data.rows import encode_fitting, hold_out
 from covey.llm.model.loading import load_chat
 from covey.llm.sampler import LanguageSampler
-from covey.llm.sft.encoding import longest_example
+from covey.llm.sft.encoding import SFT_OPTIONS, longest_example
 from covey.llm.sft.samples import Sample, read_back, select
 from covey.tracking.console import Display
 from covey.tracking.run_folder import EXAMPLES_FILE
@@ -106,17 +106,10 @@ def _examples(
     sft, groups = config.sft, list(groups)
     chosen = select(groups, sft, sampler.prompt_of, remedy=remedy)
     longest = longest_example(model_config, sft.max_tokens)
-    fitting = [sample for sample in chosen if longest is None or sample.example.tokens <= longest]
+    drop = sft.long_examples == "drop"
+    fitting = encode_fitting(chosen, lambda sample: sample, longest, drop=drop, options=SFT_OPTIONS)
     told = list(notes)
     if len(fitting) < len(chosen):
-        place = next(sample.place for sample in chosen if sample not in fitting)
-        if sft.long_examples != "drop":
-            raise ConfigError(
-                f"{place} has more than {longest:,} tokens with its prompt: raise sft.max_tokens up to the model's "
-                'limit, or set sft.long_examples = "drop"'
-            )
-        if not fitting:
-            raise ConfigError(f"every example has more than {longest:,} tokens: raise sft.max_tokens")
         told.append(f"{plural(len(chosen) - len(fitting), 'example')} of more than {longest:,} tokens left out")
     rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.reward is not None]
     told.append(
@@ -129,7 +122,8 @@ def _examples(
         "the examples have one prompt only, so none is left to hold out: sample more prompts, lower sft.min_reward, or "
         "set sft.held_out_fraction = 0"
     )
-    return SampledExamples(*hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt), told)
+    split = hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt)
+    return SampledExamples(split.training, split.held_out, told)
 
 
 def _differences(config: RunConfig, reader: RunReader) -> list[str]:

@@ -24,7 +24,7 @@ from covey.config.model_sources import ModelKind, locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.experiment import inference
 from covey.experiment.llm import Machine
-from covey.llm.model import pretrained as hub
+from covey.llm.model import files as hub
 from covey.llm.model.loading import load_model
 from helpers.tiny_models import tiny_folder, tiny_gguf
 

@@ -23,7 +23,7 @@ from transformers import (
 from covey.config import ConfigError
 from covey.config.reward_models import RewardModelKind
 from covey.llm.model.chat import Chat
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model, wrap_classifier
 from covey.llm.reward_models.model import RewardModel, RunningMoments, as_batch, microbatches
 from helpers.reward_models import tiny_reward_model

@@ -1,4 +1,5 @@
-"""Encoded training examples, and the objectives that turn the scores of their rows into losses.
+"""Examples as token ids, with the tokens at which a reward model's scores are read, and the objectives that turn these
+scores into losses.
 
 Shapes: N reads of the examples' rows, M terms of the loss (pairs, completions or steps).
 """
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.fields import plural
-from covey.config.reward_models import RewardModelKind
+from covey.config.reward_models import DEFAULT_SEPARATOR, RewardModelKind
 from covey.core.reward_model_losses import bradley_terry, cross_entropy, squared_error
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.data.rows import Options, encode_fitting
+from covey.llm.model.chat import Chat, Message
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class EncodedExample:
     rows: tuple[ScoredRow, ...]
 
     @property
-    def longest(self) -> int:
+    def tokens(self) -> int:
         """Number of tokens of the longest sequence."""
         return max(len(row.tokens) for row in self.rows)
 
@@ -141,58 +142,123 @@ def kind_of_examples(examples: Sequence[Example]) -> RewardModelKind:
     return RewardModelKind.PROCESS if isinstance(examples[0], Steps) else RewardModelKind.OUTCOME
 
 
+REWARD_OPTIONS = Options("--max-tokens", "set --long-examples drop to leave such lines out")
+
+
 def encode_examples(
     examples: Sequence[Example], encoder: RewardEncoder, most_tokens: int | None, *, drop: bool = False
-) -> tuple[list[EncodedExample], int]:
-    """Encode examples; returns them and the number of dropped ones.
-
-    Args:
-        most_tokens: longest sequence; None: any length.
-        drop: leave longer examples out; otherwise they are an error.
+) -> list[EncodedExample]:
+    """Encode examples; those of more than `most_tokens` (None: any length) are left out or, without `drop`, refused.
 
     Raises:
-        ConfigError: naming the line of the first example that cannot be encoded or is too long; if all are.
+        ConfigError: naming the line of the first example that cannot be encoded or is refused; if none is left.
     """
-    found = []
-    for example in examples:
-        encoded = encode_example(example, encoder)
-        if most_tokens is None or encoded.longest <= most_tokens:
-            found.append(encoded)
-        elif not drop:
-            raise ConfigError(
-                f"{example.place}: the prompt with its completion has {encoded.longest:,} tokens, more than "
-                f"{most_tokens:,} (max_tokens, or the model's limit): set --long-examples drop to leave such lines out"
-            )
-    if not found:
-        raise ConfigError(
-            f"all of {plural(len(examples), 'example')} are longer than {most_tokens:,} tokens: raise --max-tokens, or "
-            "choose a model that reads more"
-        )
-    return found, len(examples) - len(found)
+    return encode_fitting(
+        examples, lambda one: encode_example(one, encoder), most_tokens, drop=drop, options=REWARD_OPTIONS
+    )
 
 
 def encode_example(example: Example, encoder: RewardEncoder) -> EncodedExample:
-    """Encode an example.
+    """Encode an example. Sequences of equal prompts share their common prefix, and so do both texts of a pair without
+    one.
 
     Raises:
-        ConfigError: naming its line, if it cannot be encoded.
+        ConfigError: if it cannot be encoded.
     """
-    try:
-        return EncodedExample(example, _rows(example, encoder))
-    except ConfigError as error:
-        raise ConfigError(f"{example.place}: {error}") from error
-
-
-def _rows(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
-    """The sequences. Those of equal prompts share their common prefix, and so do both texts of a pair without one."""
-    return tuple(replace(row, group=example.content) for row in _encoded(example, encoder))
-
-
-def _encoded(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
     score = partial(encoder.outcome, example.prompt)
     if isinstance(example, Pair):
-        return score(example.chosen), score(example.rejected)
-    if isinstance(example, Steps):
-        return (encoder.process(example.prompt, example.steps),)
-    assert isinstance(example, Graded)
-    return (score(example.completion),)
+        rows = [score(example.chosen), score(example.rejected)]
+    elif isinstance(example, Steps):
+        rows = [encoder.process(example.prompt, example.steps)]
+    else:
+        assert isinstance(example, Graded)
+        rows = [score(example.completion)]
+    return EncodedExample(example, tuple(replace(row, group=example.content) for row in rows))
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """One sequence for a reward model."""
+
+    tokens: tuple[int, ...]
+    reads: tuple[int, ...]  # positions of the tokens whose scores are read, ascending
+    group: Any = None  # rows with an equal group, such as their prompt, share their common prefix
+
+
+@dataclass(frozen=True)
+class RewardEncoder:
+    """Encodes prompts with completions for one reward model.
+
+    A whole chat is encoded by the model's chat template. A string prompt is followed by the completion and the
+    tokenizer's end token, as in TRL.
+    """
+
+    chat: Chat
+    pad_id: int | None  # of the model's config: transformers reads the score at the last token that is another one
+    separator: str = DEFAULT_SEPARATOR  # after each step
+    reads_end: bool = False  # the score of a completion's last step is read at an end token after it
+
+    def outcome(self, prompt: str | Sequence[Message], completion: str | Sequence[Message]) -> ScoredRow:
+        """The sequence of a prompt and a completion, whose score is read at its last token that is not padding.
+
+        Raises:
+            ConfigError: if there is no token, or the chat template cannot render the messages.
+        """
+        if isinstance(prompt, str):
+            assert isinstance(completion, str)
+            tokens = self._begin(prompt) + self.chat.encode_text(completion) + self._end()
+        else:
+            tokens = self.chat.encode_whole([*prompt, *_as_messages(completion)])
+        last = max((place for place, token in enumerate(tokens) if token != self.pad_id), default=-1)
+        if last < 0:
+            raise ConfigError("a prompt with its completion has no token: give texts that are not empty")
+        return ScoredRow(tokens, (last,), _group(prompt))
+
+    def process(self, prompt: str | Sequence[Message], steps: Sequence[str]) -> ScoredRow:
+        """The sequence of a prompt and the steps of a completion, whose scores are read at the last token of each.
+
+        White space around a step is removed and the separator put after it. So a step has the same tokens wherever the
+        text of a completion is cut, and the scores of its steps do not depend on what follows. With `reads_end`, the
+        score of the last step is read at the tokenizer's end token, which follows it, so that it depends on whether
+        the completion ends there: otherwise a policy that stops after a right first step would have the best scores.
+
+        Raises:
+            ConfigError: if the prompt cannot be encoded, or a step has no token.
+        """
+        tokens = list(self._begin(prompt))
+        reads = []
+        for step in steps:
+            added = self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            if not added:
+                raise ConfigError(
+                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: "
+                    "leave empty steps out, or choose another --step-separator"
+                )
+            tokens += added
+            reads.append(len(tokens) - 1)
+        if self.reads_end and steps:
+            tokens += self._end()
+            reads[-1] = len(tokens) - 1
+        return ScoredRow(tuple(tokens), tuple(reads), _group(prompt))
+
+    def _begin(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        if prompt == "":
+            first = self.chat.tokenizer.bos_token_id
+            return () if first is None else (int(first),)
+        return self.chat.encode(prompt)
+
+    def _end(self) -> tuple[int, ...]:
+        tokenizer = self.chat.tokenizer
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        return () if end is None else (int(end),)
+
+
+def _as_messages(completion: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+
+
+def _group(prompt: str | Sequence[Message]) -> Any:
+    """A hashable key that is equal for equal prompts."""
+    if isinstance(prompt, str):
+        return prompt
+    return tuple(tuple(sorted(message.items())) for message in prompt)

@@ -19,11 +19,10 @@ from covey.config import ConfigError, IterationConfig
 from covey.config.reward_models import RewardModelConfig, RewardModelKind
 from covey.data import Group, StepRecord
 from covey.llm.data.reward_examples import Example
-from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
 from covey.llm.reward_models.model import RewardModel, ScoreScale
-from covey.llm.reward_models.training import Metrics, RewardModelTrainer, train_epochs
+from covey.llm.reward_models.training import Metrics, RewardModelTrainer, evaluate, rank_agreement, train_epochs
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.runtime.rng import REPLAYING, batches_per_epoch, permutation
 
@@ -235,6 +234,6 @@ def _encoded(model: RewardModel, examples: Sequence[Example]) -> list[EncodedExa
     for example in examples:
         with suppress(ConfigError):
             encoded = encode_example(example, model.encoder)
-            if model.longest is None or encoded.longest <= model.longest:
+            if model.longest is None or encoded.tokens <= model.longest:
                 found.append(encoded)
     return found

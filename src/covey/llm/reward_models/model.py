@@ -24,7 +24,7 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import common_prefix_length
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
 
 SCORING_TOKENS = 8192  # tokens of a forward pass without gradients
 

@@ -38,6 +38,11 @@ class Sample:
     record: Mapping[str, Any]  # its line in examples.jsonl, without `held_out`
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens of prompt and completion."""
+        return self.example.tokens
+
+    @property
     def content(self) -> str:
         """Key that is equal for equal prompts."""
         prompt, tools = self.record["prompt"], self.record.get("tools", ())
