@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import (
     BY_GROUP,
     CheckpointConfig,
@@ -23,10 +22,10 @@ from covey.config.common import (
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
 from covey.config.files import read_assignments
-from covey.config.lora import LoRAConfig
+from covey.config.model_sources import LoRAConfig
 from covey.config.named_modules import check_function_name
-from covey.config.rewards import RewardConfig
-from covey.config.sampler import SamplerConfig
+from covey.config.rewards import PROCESS_MIB, RewardConfig
+from covey.config.servers import SamplerConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 
@@ -288,7 +287,7 @@ class EvaluationConfig(Table):
     )
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
     patience: int = config_field(
-        0, "evaluations without a better score after which training ends; 0: it never ends early", min=0
+        0, "evaluations without a better score after which training ends; 0: it never ends early", min=0, needs="every"
     )
     token_limits: tuple[int, ...] = config_field(
         (), "token limits of evaluations; empty: max_new_tokens", min=1, advanced=True

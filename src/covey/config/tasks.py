@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.common import ConfigError, Table, config_field
-from covey.config.data_paths import check_data
 from covey.config.files import read_assignments
+from covey.config.named_modules import check_data
+from covey.config.rewards import BUILT_IN_REWARDS
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,6 @@ class ArithmeticConfig(Table):
     )
     negative: bool = config_field(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
     instruction: str = config_field("Reply with the number only.", "sentence added to the question", advanced=True)
-    held_out_digits: tuple[int, ...] = config_field(
-        (),
-        "digits of an operand in held-out problems; empty: as in training",
-        min=1,
-        max=12,
-        advanced=True,
-    )
 
 
 @dataclass(frozen=True)

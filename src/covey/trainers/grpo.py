@@ -9,15 +9,14 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.core import schedules
-from covey.data import Group, Start
+from covey.data import Group, Start, Stateless
 from covey.functional import GRPOLoss
-from covey.train.collect import FixedSize
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.collect import fixed_size
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
-from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
-from covey.trainers.prompts import Prompts, check_names
+from covey.trainers.base import LanguageTrainer, Model, Prompts, TrainerOptions, check_names, option_names, with_rewards
 
 
 class GRPOTrainer(LanguageTrainer):
@@ -114,7 +113,7 @@ class GRPOTrainer(LanguageTrainer):
         Groups whose rewards are all equal are excluded from the update, as in every run of covey.
         """
         answers = _Answers(self, batch)
-        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        kl_coefficient = Coefficient(self.algorithm.kl.coefficient)
         rate = schedules.constant(self.options.learning_rate)
         run = Components(
             task=answers,
@@ -130,25 +129,12 @@ class GRPOTrainer(LanguageTrainer):
             steps=self.options.steps,
             seed=self.options.seed,
             starts_per_step=len(answers.starts),
-            group_size=FixedSize(self.group_size),
+            group_size=fixed_size(self.group_size),
         )
         return train_step(run, config, self.progress).metrics
 
-    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
 
-        Args:
-            on_step: called with (step, metrics) after every step.
-        """
-        history = []
-        for _ in range(self.options.steps):
-            history.append(self.training_step(self._draw()))
-            if on_step is not None:
-                on_step(self.step, history[-1])
-        return history
-
-
-class _Answers:
+class _Answers(Stateless):
     """Task, sampler and grader of one step, on the trainer's methods, which a subclass may override."""
 
     def __init__(self, trainer: GRPOTrainer, prompts: Prompts) -> None:
@@ -169,9 +155,3 @@ class _Answers:
 
     def refresh(self, version: int) -> None:
         self.trainer.sampler.refresh(version)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass

@@ -23,7 +23,7 @@ from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, with_loss_weights
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
@@ -31,14 +31,14 @@ from covey.train.update import update
 from covey.trainers.base import (
     LanguageTrainer,
     Model,
-    OnStep,
+    Prompts,
     TrainerOptions,
+    check_names,
     open_model,
     option_names,
     policy_of,
     with_rewards,
 )
-from covey.trainers.prompts import Prompts, check_names
 
 # Experiences always have the log-probabilities of the old policy; `prepare_batch` computes them from 2 steps on.
 SEVERAL_STEPS = 2
@@ -231,20 +231,11 @@ class PPOTrainer(LanguageTrainer):
         self.sampler.refresh(self.step)
         return self.metrics["loss"] + self.metrics["loss/value"]
 
-    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
-
-        Args:
-            on_step: called with (step, metrics) after every step.
-        """
-        history = []
-        for _ in range(self.options.steps):
-            experiences = self.collect_experiences(self._draw())
-            self.update_policy(experiences)
-            history.append(experiences["metrics"] | self.metrics)
-            if on_step is not None:
-                on_step(self.step, history[-1])
-        return history
+    def training_step(self, batch: Prompts) -> dict[str, float]:
+        """One step: collect experiences, update the policy. Returns its metrics, which docs/metrics.md explains."""
+        experiences = self.collect_experiences(batch)
+        self.update_policy(experiences)
+        return experiences["metrics"] | self.metrics
 
     def save(self, folder: str | Path) -> None:
         """Write actor and tokenizer in the format of transformers, and the critic into the subfolder critic/."""
@@ -257,7 +248,7 @@ class PPOTrainer(LanguageTrainer):
             schedules.constant(self.options.learning_rate),
             schedules.constant(self.critic_learning_rate),
         )
-        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        kl_coefficient = Coefficient(self.algorithm.kl.coefficient)
         actor = PolicyLearner(self.policy, self.optimizer, self.algorithm, plan, rate, kl_coefficient)
         split = self.policy.microbatches
         critic = CriticLearner(self.critic, self.critic_optimizer, self.algorithm, plan, critic_rate, split)

@@ -21,7 +21,7 @@ from covey.config.sft import SFTConfig
 from covey.llm.data.rows import read_data, read_rows
 from covey.llm.data.sft_examples import read_rows as read_sft_rows
 from covey.llm.tasks import PromptDataset, Rows
-from covey.trainers.prompts import read_prompts
+from covey.trainers.base import read_prompts
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 # As verl's documentation describes a row of its Parquet files.
@@ -279,7 +279,7 @@ def test_a_folder_that_is_no_data_set(files: dict[str, str], why: str, tmp_path:
 
 def test_a_missing_package_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.parquet", ROWS)
-    monkeypatch.setattr("covey.config.data_paths.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.named_modules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'is read with pyarrow: pip install "covey\[arrow\]"'):
         DatasetConfig(path=str(path)).check()
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from covey.data import EndReason
-from covey.llm.generation.backend import Backend, Sampling
+from covey.llm.generation.backend import Backend
 from covey.llm.generation.batch import ContinuousBatch
 from covey.llm.generation.conversation_batch import ConversationBatch
 from covey.llm.generation.generator import (
@@ -63,20 +63,22 @@ class LocalGenerator:
         """
         start, answers = self.clock(), queue.SimpleQueue[TurnAnswer]()
         conversations = OpenConversations(with_shared_prefix(requests), respond, self.policy.module.config, answers.put)
-        if self.policy.backend.sampling is not Sampling.NATIVE:
-            return _TurnWaves(self, conversations, answers, start).run()
         failed: dict[int, GenerationFailure] = {}
         for numbers in self._by_settings(conversations.turns, failed):
             batch = self._conversation_batch([conversations.turns[number] for number in numbers], max_tokens or 0)
+            if batch is None:
+                return _TurnWaves(self, conversations, answers, start).run()
             failed |= _RowTurns(self, conversations, answers, start, batch, numbers).run()
         return conversations.failures(failed)
 
-    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch:
-        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt."""
+    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch | None:
+        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt; None if rows
+        cannot be parked."""
         tokens = max(max_tokens, requests[0].settings.max_new_tokens)
         rows = self._rows(requests, tokens)
         decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
-        assert decoder is not None
+        if decoder is None:
+            return None
         return ConversationBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
 
     def generate_by_settings(

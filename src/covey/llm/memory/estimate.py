@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config import CRITIC_FREE, RunConfig
-from covey.config.lora import resolved
+from covey.config.model_sources import resolved
 from covey.llm import critic
 from covey.llm.generation import (
     batch,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.lora import read_adapter_config
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     MODEL_CONFIG_FILE,
@@ -23,6 +22,7 @@ from covey.config.model_sources import (
     ModelSource,
     Origin,
     locate_model,
+    read_adapter_config,
 )
 from covey.llm.model.architecture import is_llama_like, position_limit
 from covey.llm.model.chat import Chat, end_ids_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.reward_models import DEFAULT_SEPARATOR, RewardModelKind
+from covey.config.sft import DEFAULT_SEPARATOR, RewardModelKind
 from covey.core.reward_model_losses import bradley_terry, cross_entropy, squared_error
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps
 from covey.llm.data.rows import Options, encode_fitting

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 
 from covey.config import ConfigError
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind
-from covey.config.reward_models import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
+from covey.config.sft import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.trial import MIN_TOKENS, TOLERANCE, Trial, in_fp32, probe_batch
 from covey.llm.model.architecture import is_llama_like, longest_row, shortest, vocabulary_of

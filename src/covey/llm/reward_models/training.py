@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from covey.config import RunError
-from covey.config.reward_models import RewardModelConfig
+from covey.config.sft import RewardModelConfig
 from covey.core.calibration import Reliability, auc, reliability
 from covey.core.reward_model_losses import aggregate
 from covey.llm.data.reward_examples import Graded, Pair, Steps
