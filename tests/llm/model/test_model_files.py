@@ -259,7 +259,10 @@ REFUSED = {
     "integers": (weight(UP, torch.ones(64, 32, dtype=torch.int8)), "up_proj.weight is stored as I8, so it is quanti"),
     "eight bit floats": (eight_bit_floats, "is stored as F8_E4M3, so it is quantised"),
     "pickle": (to_pickle, r"its weights are pickled \(pytorch_model.bin\), .*convert it once with python -c"),
-    "pickle as safetensors": (partial(to_pickle, name="model.safetensors"), "is a pickle under the name of safetensors: rename it"),
+    "pickle as safetensors": (
+        partial(to_pickle, name="model.safetensors"),
+        "is a pickle under the name of safetensors: rename it",
+    ),
     "no weights": (remove("model.safetensors"), "has no weights: it needs model.safetensors"),
     "other name": (renamed("other.safetensors"), "has other.safetensors but no model.safetensors"),
     "outside": (index({"a": "../model.safetensors"}), r"names '../model.safetensors', which lies outside"),
@@ -271,7 +274,10 @@ REFUSED = {
     "empty file": (file("model.safetensors", ""), "model.safetensors is damaged"),
     "lfs": (file("model.safetensors", LFS), "is a pointer of Git LFS"),
     "missing weight": (weight(UP, None), rf"1 weight is missing from its files \({UP}\)"),
-    "unexpected": (weight("score.weight", torch.zeros(2, 32)), r"1 weight is in its files, but not in .* \(score.weight\)"),
+    "unexpected": (
+        weight("score.weight", torch.zeros(2, 32)),
+        r"1 weight is in its files, but not in .* \(score.weight\)",
+    ),
     "shape": (weight(UP, torch.zeros(65, 32)), r"1 weight is of another shape .*up_proj.weight"),
     "more layers": (config(num_hidden_layers=5), r"27 weights are missing from its files \(model.layers.2"),
     "fewer layers": (config(num_hidden_layers=1), r"9 weights are in its files, but not in its architecture"),
@@ -284,7 +290,10 @@ REFUSED = {
     "heads do not divide": (config(num_attention_heads=5), "its config.json|do not fit each other"),
     "no activation": (config(hidden_act="no_such_activation"), "its config.json"),
     "nan": (number(UP, 3, "nan"), f"32 of the 2,048 numbers of its weight {UP} are NaN or infinite"),
-    "infinite": (number("model.norm.weight", slice(3, 4), "-inf"), r"1 of the 32 numbers of its weight model.norm.weight are"),
+    "infinite": (
+        number("model.norm.weight", slice(3, 4), "-inf"),
+        r"1 of the 32 numbers of its weight model.norm.weight are",
+    ),
     "config is not JSON": (file("config.json", "{"), "config.json is damaged: not valid JSON"),
     "config is a list": (file("config.json", "[]"), "config.json is damaged: it must hold a JSON object"),
     "config is deep": (file("config.json", "[" * 10**5), "config.json is damaged: "),
@@ -297,8 +306,14 @@ REFUSED = {
     "template is not text": (file(TEMPLATE_FILE, b"{{ '\xe9' }}"), r"chat_template\.jinja is not text in UTF-8 "),
     "template is a folder": (template(Path.mkdir), r"cannot read .*chat_template\.jinja: Is a directory"),
     "template leads nowhere": (template(lambda path: path.symlink_to("/nowhere")), r"chat_template\.jinja"),
-    "more tokens": (tokenizer(lambda made: made.add_tokens(["<tool>", "<call>"])), r"2 tokens .* no embedding \(.* '<tool>', number 84"),
-    "end token beyond": (tokenizer(lambda made: made.add_special_tokens({"eos_token": "<b>"})), r"1 tokens .* no embedding \(.* '<b>'"),
+    "more tokens": (
+        tokenizer(lambda made: made.add_tokens(["<tool>", "<call>"])),
+        r"2 tokens .* no embedding \(.* '<tool>', number 84",
+    ),
+    "end token beyond": (
+        tokenizer(lambda made: made.add_special_tokens({"eos_token": "<b>"})),
+        r"1 tokens .* no embedding \(.* '<b>'",
+    ),
 }  # fmt: skip
 ONLY_IN_THE_WEIGHTS = ("unexpected", "shape", "fewer layers", "nan", "infinite")
 NOT_BY_CHECK = (*ONLY_IN_THE_WEIGHTS, "end token is text")
