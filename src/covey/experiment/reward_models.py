@@ -63,7 +63,6 @@ from covey.train.state import Limits
 from covey.train.supervised import SupervisedRun, train_supervised
 
 RELIABILITY_FILE = "reliability.png"
-SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean and deviation of scores are measured
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ class RewardModelBuilder(SupervisedBuilder):
     def _collect(self) -> Callable[[Path], None]:
         """Measure the scale of the scores; returns a function that writes the model."""
         model = self.model
-        if model.kind is RewardModelKind.OUTCOME:
-            model.measure_scale([row for one in self.examples for row in one.rows][:SCALE_COMPLETIONS])
+        model.measure_scale([row for one in self.examples for row in one.rows])
         return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
 
     def _facts(self, store: RunStore) -> dict[str, Any]:
