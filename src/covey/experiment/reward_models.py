@@ -68,7 +68,6 @@ from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
 
 RELIABILITY_FILE = "reliability.png"
-SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean and deviation of scores are measured
 
 
 @dataclass(frozen=True)
@@ -216,8 +215,7 @@ class RewardModelBuilder(SupervisedBuilder):
     def _collect(self) -> Callable[[Path], None]:
         """Measure the scale of the scores; returns a function that writes the model."""
         model = self.model
-        if model.kind is RewardModelKind.OUTCOME:
-            model.measure_scale([row for one in self.examples for row in one.rows][:SCALE_COMPLETIONS])
+        model.measure_scale([row for one in self.examples for row in one.rows])
         return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
 
     def _facts(self) -> dict[str, Any]:

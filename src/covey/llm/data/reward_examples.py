@@ -61,6 +61,10 @@ class Graded(Example, frozen=True, tag=True):
     grade: float
 
     @property
+    def labels(self) -> tuple[float]:
+        return (self.grade,)
+
+    @property
     def _beginning(self) -> str | Messages:
         return self.completion
 

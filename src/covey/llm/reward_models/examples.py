@@ -68,40 +68,28 @@ class PairObjective:
 
 
 @dataclass(frozen=True)
-class GradeObjective:
-    """Grades of completions: `cross_entropy` if they are probabilities, else `squared_error`."""
+class LabelObjective:
+    """Grades of completions, or labels of steps over the steps of all examples: `cross_entropy` if they are
+    probabilities, else `squared_error`.
+    """
 
-    are_probabilities: bool
+    are_probabilities: bool = True
 
-    def losses(self, logit_N: Tensor, examples: Sequence[Graded]) -> Tensor:
+    def losses(self, logit_N: Tensor, examples: Sequence[Graded | Steps]) -> Tensor:
         loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy if self.are_probabilities else squared_error
-        return loss(logit_N, torch.tensor([example.grade for example in examples]).to(logit_N))
+        return loss(logit_N, labels_of(examples).to(logit_N))
 
-    def right(self, logit_N: Tensor, examples: Sequence[Graded]) -> Tensor | None:
+    def right(self, logit_N: Tensor, examples: Sequence[Graded | Steps]) -> Tensor | None:
         if not self.are_probabilities:
             return None
-        return (logit_N > 0) == (torch.tensor([example.grade for example in examples]) > 0.5).to(logit_N.device)
-
-    def terms(self, example: Graded) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
-class StepObjective:
-    """Labels of steps: `cross_entropy`, averaged over the steps of all examples."""
-
-    def losses(self, logit_N: Tensor, examples: Sequence[Steps]) -> Tensor:
-        return cross_entropy(logit_N, labels_of(examples).to(logit_N))
-
-    def right(self, logit_N: Tensor, examples: Sequence[Steps]) -> Tensor:
         return (logit_N > 0) == (labels_of(examples) > 0.5).to(logit_N.device)
 
-    def terms(self, example: Steps) -> int:
+    def terms(self, example: Graded | Steps) -> int:
         return len(example.labels)
 
 
-def labels_of(examples: Sequence[Steps]) -> Tensor:
-    """label_M of all steps."""
+def labels_of(examples: Sequence[Graded | Steps]) -> Tensor:
+    """label_M of all completions or steps."""
     return torch.tensor([label for example in examples for label in example.labels])
 
 
@@ -123,7 +111,7 @@ def choose_objective(examples: Sequence[Example], grade_loss: str = "auto", cent
     if isinstance(first, Pair):
         return PairObjective(center)
     if isinstance(first, Steps):
-        return StepObjective()
+        return LabelObjective()
     grades = [example for example in examples if isinstance(example, Graded)]
     if grade_loss == "cross_entropy":
         outside = [example for example in grades if not 0 <= example.grade <= 1]
@@ -132,9 +120,9 @@ def choose_objective(examples: Sequence[Example], grade_loss: str = "auto", cent
                 f"{outside[0].place}: the grade is {outside[0].grade:g}, and cross_entropy needs 0 to 1: set "
                 "grade_loss to squared_error, or scale the grades"
             )
-        return GradeObjective(are_probabilities=True)
+        return LabelObjective(are_probabilities=True)
     binary = all(example.grade in (0, 1) for example in grades)
-    return GradeObjective(are_probabilities=grade_loss == "auto" and binary)
+    return LabelObjective(are_probabilities=grade_loss == "auto" and binary)
 
 
 def kind_of_examples(examples: Sequence[Example]) -> RewardModelKind:

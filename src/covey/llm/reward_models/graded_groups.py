@@ -27,7 +27,7 @@ from covey.config import ConfigError
 from covey.data import EndReason, Grader, Group, Rollout, Start
 from covey.llm.data.reward_examples import Example, Graded, Messages, Pair, Steps
 from covey.llm.generation.generator import Completion, GenerationRequest, RandomKey
-from covey.llm.reward_models.examples import GradeObjective, Objective, PairObjective, StepObjective
+from covey.llm.reward_models.examples import LabelObjective, Objective, PairObjective
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.sampler import LanguageSampler, completions_of
 from covey.runtime.rng import CONTINUING, SELECTING, permutation
@@ -74,7 +74,7 @@ class GradeSource:
     seed: int
     most: int
 
-    objective = GradeObjective(are_probabilities=True)
+    objective = LabelObjective()
 
     def examples(self, groups: Sequence[Group], step: int) -> list[Example]:
         found: list[Example] = []
@@ -95,7 +95,7 @@ class StepSource:
     most: int
     estimate: str = "hard"  # or soft
 
-    objective = StepObjective()
+    objective = LabelObjective()
 
     def examples(self, groups: Sequence[Group], step: int) -> list[Example]:
         chosen = [replace(group, rollouts=group.rollouts[: self.most]) for group in groups]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from covey.config import ConfigError, IterationConfig
-from covey.config.sft import RewardModelConfig, RewardModelKind
+from covey.config.sft import RewardModelConfig
 from covey.data import Group, StepRecord
 from covey.llm.data.reward_examples import Example
 from covey.llm.reward_models.examples import EncodedExample, encode_example
@@ -27,7 +27,6 @@ from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.runtime.rng import REPLAYING, batches_per_epoch, permutation
 
 MOST_HISTORY = 50_000  # examples of earlier iterations, the newest ones
-SCALE_COMPLETIONS = 2000  # sequences of the training from which the mean and deviation of scores are measured
 
 Record = dict[str, Any]
 
@@ -190,8 +189,7 @@ class IteratedRewardModel:
         """Record a training, and begin the next iteration."""
         assert self._training is not None
         model, losses = self._model, self._training.losses
-        if model.kind is RewardModelKind.OUTCOME and examples:
-            model.measure_scale([row for one in examples for row in one.rows][:SCALE_COMPLETIONS])
+        model.measure_scale([row for one in examples for row in one.rows])
         self.iterations += 1
         record: Record = {
             "iteration": self.iterations,
