@@ -15,11 +15,11 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.data import Batch
+from covey.data import Batch, Team
 from covey.experiment.plan import must_shard
 from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import Alone, GradientTree
+from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
 from covey.train.gather import shard_rows
 from covey_cluster.rank_memory import (
@@ -70,7 +70,7 @@ def test_the_copies_of_the_gradients_of_shards(shards: int) -> None:
 @pytest.mark.parametrize("shards", [2, 4])
 def test_an_optimizer_holds_as_many_copies(shards: int) -> None:
     module = torch.nn.Linear(7, 5, bias=False).to(torch.bfloat16)
-    optimizer = MasterAdamW(module, lr=1e-3, team=Alone(shards))
+    optimizer = MasterAdamW(module, lr=1e-3, team=Team(shards))
     most = 0
     for _ in range(shards):
         module(torch.ones(2, 7, dtype=torch.bfloat16)).sum().backward()
@@ -162,7 +162,7 @@ def test_the_smallest_of_all_weights_and_an_adapter_that_needs_sharding(monkeypa
     for one, size in needed.items():
         for memory, must in ((int(size / 0.69), False), (int(size / 0.71), True)):
             monkeypatch.setattr("covey.experiment.plan.memory_bytes", lambda memory=memory: memory)
-            assert must_shard(one, Alone()) is must
+            assert must_shard(one, Team()) is must
 
 
 def test_gathered_weights_and_gathered_layers_are_not_there_together() -> None:
