@@ -358,7 +358,7 @@ Encoded = TypeVar("Encoded", bound=Sized)
 def encode_fitting(
     items: Sequence[Item], encode: Callable[[Item], Encoded], longest: int | None, *, drop: bool, options: Options
 ) -> list[Encoded]:
-    """Encode items; those of more than `longest` tokens (None: any length) are left out or, without `drop`, refused.
+    """Encode items. Items with more than `longest` tokens (None: any length) are dropped or, without `drop`, refused.
 
     Raises:
         ConfigError: for the first item that is refused or cannot be encoded; if none is left.

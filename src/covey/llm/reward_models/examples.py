@@ -136,7 +136,8 @@ REWARD_OPTIONS = Options("--max-tokens", "set --long-examples drop to leave such
 def encode_examples(
     examples: Sequence[Example], encoder: RewardEncoder, most_tokens: int | None, *, drop: bool = False
 ) -> list[EncodedExample]:
-    """Encode examples; those of more than `most_tokens` (None: any length) are left out or, without `drop`, refused.
+    """Encode examples. Examples with more than `most_tokens` tokens (None: any length) are dropped or, without `drop`,
+    refused.
 
     Raises:
         ConfigError: naming the line of the first example that cannot be encoded or is refused; if none is left.

@@ -1,5 +1,5 @@
 """Loads reward models by name, and begins new ones from language models. Tests on random tokens decide whether the
-packed forward pass, and that of padded rows, give the logits of the classifier's own.
+packed and the padded forward pass give the same logits as the classifier's own.
 
 Shapes: R rows, N reads, L tokens, C labels.
 """
