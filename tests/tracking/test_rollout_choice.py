@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.tracking import rollout_choice as choice
+from covey.tracking import evaluations as choice
 from covey.tracking.run_reader import RunReader
 from helpers.run_folders import language_run, rollout
 

@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 
 from covey.data import StepRecord
-from covey.tracking import run_state as module
-from covey.tracking.run_folder import FolderLock
-from covey.tracking.run_state import RunState, checkpoint_steps, find_runs, last_change, last_step, run_state
+from covey.tracking import run_folder as module
+from covey.tracking.run_folder import (
+    FolderLock,
+    RunState,
+    checkpoint_steps,
+    find_runs,
+    last_change,
+    last_step,
+    run_state,
+)
 from covey.tracking.run_store import RunStore
 
 
@@ -302,5 +309,5 @@ def test_links_to_runs_count_once_and_loops_end(tmp_path: Path) -> None:
 
 
 def test_finding_runs_needs_no_torch() -> None:
-    code = "import sys, covey.tracking.run_state; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, covey.tracking.run_folder; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,8 +11,7 @@ import pytest
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking import run_store
-from covey.tracking.records import answer_record
-from covey.tracking.run_store import RunStore, read_metrics
+from covey.tracking.run_store import RunStore, answer_record, read_metrics
 from helpers.step_records import step_record
 
 HIDDEN = object()

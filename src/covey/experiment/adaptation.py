@@ -22,7 +22,14 @@ from typing import Protocol
 from torch import nn
 
 from covey.config import RunConfig
-from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
+from covey.config.model_sources import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS_FILE,
+    adapter_folder,
+    base_name,
+    resolved,
+)
 from covey.llm.critic import AdapterCritic, LanguageCritic
 from covey.llm.model.loading import find_skeleton
 from covey.llm.model.lora import (
@@ -45,7 +52,6 @@ from covey.llm.model.lora import (
 )
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.sharding import Weights
-from covey.tracking.run_store import ADAPTER_FOLDER
 
 
 class Division(Protocol):

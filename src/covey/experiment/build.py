@@ -32,6 +32,7 @@ from covey.config import (
     UpdateBase,
 )
 from covey.config.files import faults_of
+from covey.config.model_sources import CHECKPOINTS_FOLDER
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.experiment.advice import Config, Finished, after_training
@@ -40,9 +41,9 @@ from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
 from covey.tracking.console import Display
-from covey.tracking.curve import draw_curve
-from covey.tracking.iterations import draw_iterations
-from covey.tracking.run_store import CHECKPOINTS_FOLDER, CURVE_FILE, RunStore
+from covey.tracking.curve import draw_curve, draw_iterations
+from covey.tracking.run_folder import CURVE_FILE
+from covey.tracking.run_store import RunStore
 from covey.tracking.wording import Wording, find_wording
 from covey.train.controllers import (
     NO_ENTROPY_CONTROL,
@@ -100,7 +101,7 @@ class ExperimentBuilder(Protocol):
 
     @property
     def score_kind(self) -> str:
-        """Kind of the evaluations' scores: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
+        """Kind of the evaluations' scores: a key of `covey.tracking.wording.SCORE_KINDS`."""
 
     @property
     def notes(self) -> Sequence[str]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from torch import nn
 
 from covey.config import ConfigError, RunConfig
+from covey.config.model_sources import CRITIC_FOLDER, MODEL_FOLDER
 from covey.data import Team
 from covey.experiment.adaptation import Adaptation
 from covey.llm.critic import LanguageCritic
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import ShardedTeam, exchange_json
 from covey.runtime.sharding import WHOLE, Weights, is_sharded
-from covey.tracking.run_store import CRITIC_FOLDER, MODEL_FOLDER
 
 
 @dataclass(frozen=True)

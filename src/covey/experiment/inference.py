@@ -20,10 +20,10 @@ from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat
 from covey.tracking.console import Display
-from covey.tracking.records import rollout_record
-from covey.tracking.run_state import checkpoint_steps, last_step
-from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
+from covey.tracking.run_folder import checkpoint_steps, last_step
+from covey.tracking.run_store import rollout_record
 from covey.tracking.statistics import Estimate
+from covey.tracking.wording import SCORE_KINDS, ScoreKind
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from covey.config import ConfigError, MachineError, RunError, SamplerLost
 from covey.config.fields import command
 from covey.config.files import faults_of, machine_error
+from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, Team
 from covey.experiment import advice
@@ -36,13 +37,11 @@ from covey.runtime.device import differences
 from covey.runtime.distributed import asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
-from covey.tracking.console import Display
+from covey.tracking.console import Display, RunResult
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.output import outlasting_output, plain_console
-from covey.tracking.repeated_steps import RepeatedSteps
 from covey.tracking.run_folder import ORIGIN_FILE, holds_run, resuming_command, write_atomically, write_folders
-from covey.tracking.run_result import RunResult
-from covey.tracking.run_store import CONFIG_FILE, RunStore
+from covey.tracking.run_store import RepeatedSteps, RunStore
 from covey.tracking.trackers import Trackers, open_trackers
 from covey.train.state import Progress
 

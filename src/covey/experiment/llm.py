@@ -16,7 +16,7 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError, RunConfig
 from covey.config.common import NOT_BY_GROUP
 from covey.config.fields import plural
-from covey.config.model_sources import ARCHITECTURE_FOLDER
+from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
 from covey.data import Team
 from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
 from covey.experiment.build import (
@@ -70,7 +70,7 @@ from covey.runtime.device import (
 from covey.runtime.distributed import ALONE, describe_team
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
-from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.tracking.run_store import RunStore
 from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.state import Components, FixedRewards, LoopConfig

@@ -17,7 +17,7 @@ from covey.algorithms.advantages import (
 )
 from covey.config import RunConfig, SelectionConfig
 from covey.config.common import importance_cap
-from covey.config.model_sources import find_origin
+from covey.config.model_sources import CRITIC_FOLDER, find_origin
 from covey.core import kl
 from covey.data import ReferenceUpdater, Team
 from covey.experiment.adaptation import Adaptation
@@ -30,7 +30,6 @@ from covey.llm.model.loading import load_checkpoint_weights
 from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
-from covey.tracking.run_store import CRITIC_FOLDER
 from covey.train.collect import (
     AdaptiveGroups,
     Collector,

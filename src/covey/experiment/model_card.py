@@ -15,8 +15,9 @@ from covey.config.model_sources import ModelKind, Origin, find_origin, locate_mo
 from covey.config.recipe import config_from_dict, config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
 from covey.llm.model.gguf import read_gguf_license
-from covey.tracking.run_store import HELD_OUT_FOLDER, STOPPED_FILE, SUMMARY_FILE, read_metrics
-from covey.tracking.score_kinds import SCORE, SCORE_KINDS
+from covey.tracking.run_folder import HELD_OUT_FOLDER, STOPPED_FILE, SUMMARY_FILE
+from covey.tracking.run_store import read_metrics
+from covey.tracking.wording import SCORE, SCORE_KINDS
 
 EMBEDDED_LICENCE = "apache-2.0"  # of SmolLM2, as its authors and the package with its weights declare it
 MOST_BASES = 100  # runs in a chain, each trained from the one before

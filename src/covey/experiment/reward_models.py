@@ -53,9 +53,8 @@ from covey.llm.reward_models.training import RewardModelTrainer, by_prompt
 from covey.runtime.device import environment
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
-from covey.tracking.console import Display
-from covey.tracking.reliability import draw_reliability
-from covey.tracking.run_result import RunResult
+from covey.tracking.console import Display, RunResult
+from covey.tracking.curve import draw_reliability
 from covey.tracking.run_store import RunStore
 from covey.tracking.wording import REWARD_MODEL
 from covey.train.state import Limits

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.tracking.run_reader import LIMITS, Group, number, prompt_text, table, text
-from covey.tracking.turns import conversation_turns, searched_text
+from covey.tracking.run_reader import LIMITS, Group, conversation_turns, number, prompt_text, searched_text, table, text
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 200, 400  # of a rollout in a list
 

@@ -26,7 +26,7 @@ from covey.data import Group, Rollout
 from covey.llm.data.sft_examples import Example
 from covey.llm.sampler import GivenPrompt
 from covey.llm.sft.encoding import EncodedExample
-from covey.tracking.records import encode
+from covey.tracking.run_store import encode
 
 
 @dataclass(frozen=True)
