@@ -81,11 +81,12 @@ def _show_group(reader: RunReader, arguments: argparse.Namespace) -> None:
 
 def _show_found(reader: RunReader, arguments: argparse.Namespace) -> None:
     from covey.tracking import evaluations as choice
+    from covey.tracking.run_reader import is_failed, is_truncated
 
     conditions: list[Callable[[Found], bool]] = []
-    conditions += [choice.is_failed] if arguments.failed else []
-    conditions += [choice.is_truncated] if arguments.truncated else []
-    conditions += [choice.has_no_signal] if arguments.no_signal else []
+    conditions += [lambda found: is_failed(found.line)] if arguments.failed else []
+    conditions += [lambda found: is_truncated(found.line)] if arguments.truncated else []
+    conditions += [lambda found: not found.group.has_signal] if arguments.no_signal else []
     conditions += [lambda found: found.contains(arguments.text)] if arguments.text else []
     others = ("best", "worst", "failed", "truncated", "text")
     whole_groups = arguments.no_signal and not any(getattr(arguments, name) for name in others)

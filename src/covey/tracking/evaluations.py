@@ -1,4 +1,4 @@
-"""Held-out evaluations of a run: their scores, and the answers of two of them beside each other; and rollouts chosen by filters."""
+"""Held-out evaluations of a run: their scores, and answers of two beside each other; rollouts chosen by filters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.config.files import Refused
 from covey.tracking.run_reader import (
-    LIMITS,
     Group,
     RunReader,
     conversation_turns,
@@ -225,21 +224,6 @@ class Found:
         """True if the completion or the prompt has these words, in any case."""
         texts = (searched_text(self.line), prompt_text(self.line.get("prompt")))
         return any(words.casefold() in one.casefold() for one in texts)
-
-
-def is_failed(found: Found) -> bool:
-    """True if the rollout could not be graded."""
-    return found.reward is None
-
-
-def is_truncated(found: Found) -> bool:
-    """True if a token limit or a time limit ended the rollout."""
-    return found.line.get("end") in LIMITS
-
-
-def has_no_signal(found: Found) -> bool:
-    """True if all graded rollouts of the group have the same reward, so that none of them has a gradient."""
-    return not found.group.has_signal
 
 
 def last_recorded(reader: RunReader) -> int:

@@ -225,6 +225,16 @@ def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def is_truncated(line: dict[str, Any]) -> bool:
+    """True if a token limit or a time limit ended the rollout."""
+    return line.get("end") in LIMITS
+
+
+def is_failed(line: dict[str, Any]) -> bool:
+    """True if the rollout could not be graded."""
+    return number(line.get("reward")) is None
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as one text; the messages of a chat one after another."""
     if isinstance(prompt, list):

@@ -24,7 +24,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
@@ -180,9 +180,7 @@ class RunStore:
     def _rewind_metrics(self, step: int) -> list[str]:
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
-        with faults_of(path):
-            lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
-        records = [record for record in map(_read_record, lines) if record is not None]
+        lines, records = self._recorded()
         kept = {record["step"]: record for record in records if 1 <= record["step"] <= step}
         lost = sorted(set(range(1, step + 1)) - kept.keys())
         notes = []
@@ -200,10 +198,13 @@ class RunStore:
         Raises:
             MachineError: if the file cannot be read.
         """
-        path = self.run_dir / METRICS_FILE
-        with faults_of(path):
+        return max((record["step"] for record in self._recorded()[1]), default=0)
+
+    def _recorded(self) -> tuple[list[bytes], list[dict[str, Any]]]:
+        """The lines of the metrics file, and the records of those that are not damaged."""
+        with faults_of(self.run_dir / METRICS_FILE):
             lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
-        return max((record["step"] for record in map(_read_record, lines) if record is not None), default=0)
+        return lines, [record for record in map(_read_record, lines) if record is not None]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json` atomically.
@@ -279,17 +280,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         lines = read_below(path.parent, path.name, most=LARGEST_RECORDS).splitlines()
     except OSError as error:
         raise path_error(error, f"cannot read {path}", path) from error
-    return list(_parsed(lines, path))
-
-
-def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        record = _read_record(line)
-        if record is None:
-            if number == len(lines):
-                return
-            raise ConfigError(f"{path}, line {number} is damaged: mend or delete it")
-        yield record
+    records = [_read_record(line) for line in lines]
+    if records and records[-1] is None:
+        records.pop()
+    if None in records:
+        raise ConfigError(f"{path}, line {records.index(None) + 1} is damaged: mend or delete it")
+    return [record for record in records if record is not None]
 
 
 def _read_record(line: bytes) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Texts of the display, one table for each kind of run and of score.
 
-They hold every text of the display, the curve and the comparison that differs between kinds of run or score. The kind of a score follows
-from the reward: an accuracy if it is always right (1) or wrong (0), a score for any other, a return in control. It is
-never guessed from the values.
+They hold every text of the display, the curve and the comparison that differs between kinds of run or score. The kind
+of a score follows from the reward: an accuracy if it is always right (1) or wrong (0), a score for any other, a return
+in control. It is never guessed from the values.
 """
 
 from __future__ import annotations

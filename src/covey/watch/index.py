@@ -39,13 +39,15 @@ from covey.tracking.run_reader import (
     STEP_FILE,
     Group,
     RunReader,
+    is_failed,
+    is_truncated,
     number,
     parse_line,
     prompt_text,
     rollouts_file,
     searched_text,
 )
-from covey.watch.rollouts import is_failed, is_truncated, list_row
+from covey.watch.rollouts import list_row
 
 SCHEMA_VERSION = 4
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
