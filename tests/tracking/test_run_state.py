@@ -90,13 +90,6 @@ def test_a_run_is_running_until_its_process_ends_even_by_kill(tmp_path: Path) ->
     assert run_state(tmp_path / "run") is RunState.FINISHED
 
 
-def test_a_run_of_the_same_process_is_running(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    with RunStore(tmp_path / "run", resume=True):
-        assert run_state(tmp_path / "run") is RunState.RUNNING
-    assert run_state(tmp_path / "run") is RunState.CRASHED
-
-
 def test_a_process_with_the_number_of_the_last_writer_is_not_taken_for_it(tmp_path: Path) -> None:
     """This process has the number that the lock file names, and even reads the file."""
     make_run(tmp_path / "run")
