@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from helpers.run_helpers import Moment, covey
+from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder
 
 WORDS = ["--precision", "fp32", "--threads", "1", "--batch-size", "4", "--learning-rate", "1e-3"]
@@ -89,28 +88,6 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     code, said = covey(*words, cwd=place)
     assert code == 2
     assert f"continue it with covey reward-model train --resume {run_dir}" in said
-
-
-@pytest.mark.slow
-def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
-    run_dir = place / "changed"
-    shutil.copy(place / "pairs.jsonl", place / "own.jsonl")
-    words = ["reward-model", "train", "own.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS]
-    code, _ = covey(*words, "--checkpoint-every", "2", cwd=place, moment=Moment(5))
-    assert code == -9
-    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    assert newest.name == "step-00000004"
-    tensors = newest / "tensors.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-1])
-    data = (place / "own.jsonl").read_text()
-    (place / "own.jsonl").write_text(data.replace("+", "-"))
-    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
-    assert code == 2
-    assert "own.jsonl has changed since the run began" in said
-    (place / "own.jsonl").write_text(data)
-    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
-    assert code == 0, said
-    assert "resuming after step 2" in said
 
 
 @pytest.mark.slow

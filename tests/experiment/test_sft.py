@@ -128,12 +128,6 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
     assert code == 2
     assert "a resumed training keeps the settings" in said
-    data = (place / "data.jsonl").read_text()
-    (place / "data.jsonl").write_text(data.replace("5+1=", "5-1="))
-    code, said = covey("sft", "--resume", "stopped", cwd=place)
-    (place / "data.jsonl").write_text(data)
-    assert code == 2
-    assert "data.jsonl (sft.data) has changed since the run began" in said
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 0, said
     assert_same(run_dir, whole[0])
