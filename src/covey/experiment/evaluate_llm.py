@@ -103,7 +103,7 @@ class HeldOut:
             raise RunError(nothing_scored(self.grader))
         if len(scores) < len(rollouts):
             self.display.note(f"{unscored(len(rollouts) - len(scores), len(rollouts))}")
-        kind = SCORE_KINDS[self.grader.score_kind]
+        kind = SCORE_KINDS[self.grader.score_kind].within(self.grader.score_range)
         return {
             "max_new_tokens": limit,
             **kind.estimate(scores),

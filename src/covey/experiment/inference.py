@@ -89,7 +89,7 @@ def evaluate_model(
     notes = [*problem.notes(config.evaluation.problems, "--problems"), *kind.notes()]
     return ModelEvaluation(
         groups,
-        SCORE_KINDS[problem.grader.score_kind],
+        SCORE_KINDS[problem.grader.score_kind].within(problem.grader.score_range),
         config.sampling.max_new_tokens,
         [*notes, *left_out, *([unscored(missing, len(rollouts))] if missing else [])],
         _step_of(config.model),

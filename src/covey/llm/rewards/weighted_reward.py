@@ -53,7 +53,7 @@ class WeightedReward:
     per_step: bool = False  # a number for each reasoning step of a completion
     per_turn: bool = False  # the sum of `Rollout.turn_rewards`, each of which is paid at the end of its turn
     binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
-    one_by_one: bool = False  # `timeout_seconds` is the deadline of one completion
+    range: tuple[float, float] | None = None  # lowest and highest value (of each step); None: not known
     check: Callable[..., Any] | None = None  # of the values of the columns `gold` of a row (`BuiltInReward.check`)
     gold: tuple[str, ...] = ()
 
@@ -108,7 +108,7 @@ class WeightedReward:
             per_step=config.is_per_step,
             per_turn=config.is_per_turn,
             binary=config.is_binary,
-            one_by_one=built_in is not None and built_in.one_by_one,
+            range=config.range,
             check=load_function(built_in.check) if built_in is not None and built_in.check else None,
             gold=() if built_in is None else tuple(getattr(config, name, name) for name in built_in.gold),
         )
