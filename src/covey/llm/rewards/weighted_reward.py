@@ -13,7 +13,7 @@ from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.rules import overlong
+from covey.llm.rewards.rules import length_penalty
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
@@ -115,9 +115,12 @@ class WeightedReward:
 
     @staticmethod
     def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
-        """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
-        options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
-        return WeightedReward("overlong", InProcess(overlong), options, shaping=True)
+        """The length penalty that a run adds to its rewards: 0 up to `overlong_tokens` before the token limit, then
+        linear to -1 at the limit. DAPO (arXiv 2503.14476), eq. 13
+        """
+        target = max_new_tokens - overlong_tokens
+        config = RewardConfig(name="length", length_target=target, length_limit=max_new_tokens)
+        return WeightedReward("overlong", InProcess(length_penalty), config.arguments, shaping=True)
 
     def evaluate(self, groups: Sequence[Group]) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; errors as of `RewardRunner.start`."""
