@@ -269,6 +269,7 @@ class HumanEval(Rows):
     """
 
     name = "human_eval"
+    config_type = HumanEvalConfig
     default_rewards = (RewardConfig(name="code"),)
 
     def __init__(self, **fields: Any) -> None:
