@@ -8,7 +8,7 @@ from covey.config.rewards import check_reward
 from covey.data import Start
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.wording import SCORE_KINDS
 from helpers.graded import group, rewards_of, start
 
 
