@@ -30,7 +30,6 @@ from covey.config.recipe import (
     find_recipe,
     read_recipe,
 )
-from covey.config.rules import validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'
 GOOD = ControlConfig(environment=EnvironmentConfig("CartPole-v1"))
@@ -194,70 +193,6 @@ def test_unknown_fields_get_a_suggestion(tmp_path: Path) -> None:
     assert "did you mean --group-size?" in message(tmp_path, ENVIRONMENT, "--group-sizes", "3")
     assert "write --evaluation.every or --checkpoint.every" in message(tmp_path, ENVIRONMENT, "--every", "3")
     assert "did you mean --rollouts.kind?" in message(tmp_path, ENVIRONMENT, "--rollouts.kinds", "3")
-
-
-def test_the_defaults_and_the_edges_are_accepted() -> None:
-    validate(GOOD)
-    validate(replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=1024)))
-    validate(replace(GOOD, algorithm="rloo", update=ControlUpdateConfig(epochs=1, minibatches=3)))
-    validate(replace(GOOD, update=ControlUpdateConfig(minibatches=3)))
-    validate(with_credit("within_episode", with_rollouts(group_size=1)))
-    validate(with_rollouts(kind="branches", horizon=3))
-    validate(with_credit("reward_to_go", with_rollouts(gamma=0.0)))
-    validate(replace(GOOD, algorithm="reinforce_pp", rollouts=RolloutsConfig(group_size=1)))
-    validate(replace(GOOD, seed=2**32 - 1, update=ControlUpdateConfig(minibatches=4)))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (ControlConfig(), "give the table [environment] an id"),
-        (with_credit("within_episode"), "rollouts.group_size is 8, but loss.credit = 'within_episode'"),
-        (with_rollouts(group_size=1), "rollouts.group_size is 1, but loss.credit = 'outcome' compares the rollouts"),
-        (with_credit("reward_to_go", with_rollouts(group_size=1)), "set group_size to 2 or more"),
-        (with_rollouts(kind="branches", group_size=1), "set group_size to 2 or more"),
-        (replace(GOOD, algorithm="rloo"), "update.epochs is 4, but rloo has no ratio"),
-        (
-            replace(GOOD, algorithm="reinforce", update=ControlUpdateConfig(epochs=2)),
-            "set epochs to 1, or choose grpo",
-        ),
-        (with_rollouts(kind="branches", environments=3), "rollouts.environments is set, but not used with branches"),
-        (
-            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, group_size=1)),
-            "rollouts.group_size is set, but not used with fragments: remove it",
-        ),
-        (
-            replace(GOOD, algorithm="ppo", rollouts=replace(FRAGMENTS, starts_per_step=8)),
-            "rollouts.starts_per_step is set, but not used with fragments",
-        ),
-        (
-            replace(GOOD, algorithm="ppo", rollouts=FRAGMENTS, update=ControlUpdateConfig(minibatches=3)),
-            "(1024) cannot be split evenly into update.minibatches (3); set minibatches to 2",
-        ),
-        (replace(GOOD, environment=EnvironmentConfig("X-v0", action_repeat=0)), "action_repeat must be at least 1"),
-        (
-            replace(GOOD, algorithm="rloo", loss=ControlLossConfig(clip_low=0.2)),
-            "clip_low is set, but not used with",
-        ),
-        (replace(GOOD, seed=2**32), "seed must be at most 4294967295 (is 4294967296)"),
-        (with_rollouts(gamma=1.01), "rollouts.gamma must be at most 1"),
-        (replace(GOOD, policy=PolicyConfig(hidden=())), "policy.hidden is empty"),
-        (replace(GOOD, policy=PolicyConfig(hidden=(64, 0))), "policy.hidden must be at least 1"),
-        (replace(GOOD, evaluation=ControlEvaluationConfig(episodes=0)), "evaluation.episodes must be at least 1"),
-    ],
-)
-def test_impossible_values_are_refused(config: ControlConfig, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(config)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("vectorization", ["async"])
-def test_branches_need_the_environment_in_this_process(vectorization: str) -> None:
-    config = replace(with_rollouts(kind="branches"), environment=EnvironmentConfig("X-v0", vectorization=vectorization))
-    with pytest.raises(ConfigError, match="set it to 'auto' or 'sync'"):
-        validate(config)
 
 
 def test_a_field_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
