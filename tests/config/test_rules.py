@@ -36,10 +36,10 @@ from covey.config.model_sources import resolved
 from covey.config.named_modules import entry_points_of
 from covey.config.recipe import config_from_dict
 from covey.config.rules import validate
-from covey.experiment.build import build_algorithm, build_replay
+from covey.experiment.algorithm import build_algorithm
 from covey.experiment.control import ControlBuilder
-from covey.experiment.llm_components import build_llm_algorithm
-from covey.train.replay import NoReplay, RecentGroups
+from covey.experiment.llm import build_llm_algorithm
+from covey.train.replay import NoReplay, RecentGroups, build_replay
 from helpers import guessing
 
 FILE = guessing.__file__
