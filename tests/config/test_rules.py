@@ -39,7 +39,7 @@ from covey.config.rules import validate
 from covey.experiment.algorithm import build_algorithm
 from covey.experiment.control import ControlBuilder
 from covey.experiment.llm import build_llm_algorithm
-from covey.train.replay import NoReplay, RecentGroups, build_replay
+from covey.train.replay import RecentGroups, Replay, build_replay
 from helpers import guessing
 
 FILE = guessing.__file__
@@ -455,7 +455,7 @@ def test_control_has_importance_weights_and_replay_as_language_models_have_them(
     importance = build_algorithm("grpo", ControlLossConfig(importance_cap=3.0)).importance
     assert importance is not None
     assert importance.cap == 3.0
-    assert isinstance(build_replay(ReplayConfig()), NoReplay)
+    assert type(build_replay(ReplayConfig())) is Replay
     built = build_replay(ReplayConfig(groups=3, max_age=7, max_uses=2))
     assert isinstance(built, RecentGroups)
     assert (built.groups, built.max_age, built.max_uses) == (3, 7, 2)
