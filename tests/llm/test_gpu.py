@@ -86,3 +86,17 @@ with Computing(), Sending():
     refusals, sums = told.stdout.splitlines()
     assert refusals == "aten::add.Tensor: all tensors are expected on one device None"
     assert sums == "[2.0, 2.0, 2.0] [3.0, 3.0, 3.0]"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_session_on_a_borrowed_gpu_measures_every_stage(tmp_path):
+    """In tiny shapes on the CPU; without TRL, and `flex` has no backward pass on a CPU."""
+    script, out = Path(__file__).parents[2] / "benchmarks" / "gpu_session.py", tmp_path / "results.jsonl"
+    stages = ["probe", "agree", "sample", "update", "memory"]
+    command = [sys.executable, script, out, "--tiny", "--seconds", "500", "--stages", ",".join(stages)]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["stage"] for line in lines if line.get("ended") == "exit 0"] == stages
+    assert [line for line in lines if "failed" in line or "skipped" in line] == []
+    assert {"tiny, kernels", "tiny, torch", "tiny, plain transformers"} <= {line.get("what") for line in lines}
