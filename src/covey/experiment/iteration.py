@@ -12,8 +12,7 @@ from covey.config.rules import VERIFIER
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group, Start
 from covey.llm.grader import RewardGrader
-from covey.llm.reward_models.continuation_labels import StepLabeller
-from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepSource
+from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepLabeller, StepSource
 from covey.llm.reward_models.iteration import IteratedRewardModel, Record
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.reward import ModelReward
@@ -21,7 +20,8 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.tracking.console import Display
-from covey.tracking.run_store import ITERATIONS_FILE, RunStore, write_records
+from covey.tracking.run_folder import ITERATIONS_FILE
+from covey.tracking.run_store import RunStore, write_records
 
 BOUNDARY = "line"  # end of a step for a process model without per_step
 MEASURING = 1 << 31  # added to an iteration for the random numbers of its evaluation, which no training step has
