@@ -14,7 +14,7 @@ from covey.config import ConfigError, RewardConfig
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
-from helpers.graded import grouped as group
+from helpers.graded import asked as group
 from helpers.graded import rewards_of
 from helpers.run_helpers import is_running
 

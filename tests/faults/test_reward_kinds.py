@@ -17,7 +17,7 @@ from covey.config import EvaluationConfig
 from covey.data import Start
 from covey.llm.grader import build_grader
 from covey.runtime.worker.child import MARK
-from helpers.graded import grouped as group
+from helpers.graded import asked as group
 from helpers.run_helpers import is_running
 from helpers.tiny_models import tiny_folder
 

@@ -23,7 +23,7 @@ from covey.tracking.metrics import find
 from covey.tracking.run_store import rollout_record
 from covey.train.collect import _joined
 from covey.train.metrics import describe
-from helpers.graded import grouped as group
+from helpers.graded import asked as group
 from helpers.graded import rewards_of
 from helpers.run_helpers import is_running
 from helpers.step_records import UNKNOWN
