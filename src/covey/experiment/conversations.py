@@ -10,10 +10,9 @@ from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunCo
 from covey.config.files import user_path
 from covey.config.named_modules import search_path
 from covey.data import Rollout, Start, Task
-from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
-from covey.llm.conversation.sampler import ConversationSampler, environment_seed
+from covey.llm.conversation.sampler import ConversationSampler, environment_seed, first_messages, transcript
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
 from covey.llm.grader import RewardGrader, right_rollout

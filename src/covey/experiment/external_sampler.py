@@ -11,9 +11,8 @@ from covey.data import SamplerWeights, Team
 from covey.llm.generation.generator import Generator
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
-from covey.llm.remote.fleet import Fleet
+from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport

@@ -7,10 +7,10 @@ from covey.config.fields import command
 from covey.config.serving import ServeOptions
 from covey.config.terminal import say
 from covey.experiment.llm import build_machine
-from covey.llm.generation.engine import Engine
+from covey.llm.generation.local_generator import Engine
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.children import end_with_parent
+from covey.llm.remote.fleet import end_with_parent
 from covey.llm.remote.server import Server, serve
 from covey.llm.remote.weights import dtype_name, private_folders
 from covey.runtime.web_server import listen

@@ -10,8 +10,8 @@ import pytest
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
 from covey.data import EndReason
-from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.sampler import Conversation, Limits
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import read_calls
 from covey.llm.conversation.tools import Tool, describe_tools

@@ -16,8 +16,8 @@ from transformers.utils import get_json_schema
 from covey.config import ConfigError
 from covey.llm.conversation.environment import HostedEnvironment
 from covey.llm.conversation.processes import copied_environment
+from covey.llm.conversation.styles import call_format, with_tools
 from covey.llm.conversation.tool_calls import RawText, ToolCall, read_calls
-from covey.llm.conversation.tool_prompt import call_format, with_tools
 from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, run_tool, text_of
 from helpers.chat_models import CHAT_MODELS, chat_of
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from covey.llm.generation.batch import ContinuousBatch
-from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.local_generator import LocalGenerator, request_uniforms
+from covey.llm.generation.local_generator import Engine, LocalGenerator, request_uniforms
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model
 

@@ -9,12 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.llm.generation.conversation_batch import PrefixCache
-from covey.llm.generation.engine import Engine
-from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.local_generator import LocalGenerator, with_shared_prefix
+from covey.llm.generation.batch import PrefixCache
+from covey.llm.generation.generator import (
+    GenerationRequest,
+    GenerationSettings,
+    OpenConversations,
+    RandomKey,
+    TurnAnswer,
+)
+from covey.llm.generation.local_generator import Engine, LocalGenerator, with_shared_prefix
 from covey.llm.generation.native_decoder import KeptRow, _SharedPrompt
-from covey.llm.generation.turns import OpenConversations, TurnAnswer
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model
 from llm.generation.test_turns import END_IDS, Script, make_requests

@@ -19,18 +19,20 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.data import EndReason, Group, Rollout, Start, collate
-from covey.llm.generation.conversation_batch import ConversationBatch
+from covey.llm.generation.batch import ConversationBatch
 from covey.llm.generation.generator import (
     Completion,
+    Continuation,
     FailureReason,
     GenerationFailure,
     GenerationRequest,
     GenerationSettings,
     RandomKey,
+    TurnAnswer,
+    room,
 )
 from covey.llm.generation.local_generator import LocalGenerator, _Turns
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.turns import Continuation, TurnAnswer, room
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.native.bindings import kernels_for

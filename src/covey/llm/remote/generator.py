@@ -21,10 +21,12 @@ from covey.llm.generation.generator import (
     GenerationFailure,
     GenerationRequest,
     GenerationResult,
+    OpenConversations,
     Ready,
+    Respond,
+    TurnAnswer,
 )
 from covey.llm.generation.local_generator import missed_deadline, with_shared_prefix
-from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.remote.client import FailedRequest, LostServer, OtherWeights
 from covey.llm.remote.fleet import Fleet

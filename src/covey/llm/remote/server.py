@@ -24,8 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
+from covey.llm.generation.local_generator import Engine
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import stop_strings

@@ -13,7 +13,7 @@ from typing import Any
 from covey.config import ConfigError
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.given_turns import GivenTurns
+from covey.llm.conversation.styles import GivenTurns
 from covey.llm.conversation.tools import Tool
 from covey.llm.data.sft_examples import Example, Messages
 from covey.llm.model.architecture import longest_row
