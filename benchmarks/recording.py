@@ -25,7 +25,7 @@ from covey.data import RolloutCredit
 from covey.experiment.run import open_builder
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.train.collect import FixedSize, StepGroups
+from covey.train.collect import StepGroups, fixed_size
 from covey.train.loop import train_step
 from covey.train.prepare import Prepared
 from covey.train.record import Recorder, RolloutRecorder
@@ -75,7 +75,7 @@ def measure(config: RunConfig, rounds: int, group_size: int, run_dir: Path) -> d
             parts, progress = experiment.parts, Progress()
             assert isinstance(parts, Components)
             assert isinstance(experiment.settings, LoopConfig)
-            settings = replace(experiment.settings, group_size=FixedSize(group_size))
+            settings = replace(experiment.settings, group_size=fixed_size(group_size))
             recorders: dict[str, Recorder] = {
                 NOTHING: RecordNothing(),
                 ROLLOUTS: RolloutRecorder(),

@@ -16,7 +16,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update
@@ -35,7 +35,7 @@ def main() -> None:
     starts = [Start(i, text) for i, text in enumerate(make_prompts(shape, loaded.chat.tokenizer))]
     rng = random.Random(1)
 
-    kl_coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    kl_coefficient = Coefficient(algorithm.kl.coefficient)
     learner = PolicyLearner(policy, optimizer, algorithm, UpdatePlan(), constant(1e-6), kl_coefficient)
 
     def step(number: int, new_tokens: int) -> tuple[float, float]:

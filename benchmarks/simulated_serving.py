@@ -33,7 +33,7 @@ from memory import model_for
 from peers import RESULTS
 
 from covey.config import RunConfig
-from covey.config.sampler import SamplerConfig
+from covey.config.servers import SamplerConfig
 from covey_cluster.lengths import LogNormalLengths
 from covey_cluster.servers import MeasuredSpeed
 from covey_cluster.simulation import SYNCHRONOUS, Cluster, Workload, simulate

@@ -37,9 +37,9 @@ from covey.llm.rewards.numeric import numeric
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
-from covey.runtime.optimizer import StepResult
+from covey.runtime.optimizer import MasterAdamW, StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update
@@ -96,7 +96,7 @@ def compute(way: str, folder: Path, problems: int) -> None:
     algorithm = grpo(kl=KLPenalty())
     batch, _ = prepare_batch(batch, policy, algorithm)
     recorder = Recorder(policy)
-    kl_coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    kl_coefficient = Coefficient(algorithm.kl.coefficient)
     learner = PolicyLearner(policy, recorder, algorithm, UpdatePlan(), schedules.constant(1.0), kl_coefficient)
     update([learner], batch, seed=SEED, step=1)
     save_file({"logprobs": logprobs_N, "gradient": recorder.gradient}, folder / f"{way}.safetensors")
@@ -117,22 +117,12 @@ def answered(chat: Any, group: Group, sampled: list[list[int]]) -> Group:
     return Group(group.start, rollouts)
 
 
-class Recorder:
-    """An optimizer that keeps the gradient and changes nothing."""
+class Recorder(MasterAdamW):
+    """Keeps the gradient and changes nothing."""
 
     def __init__(self, policy: LanguagePolicy) -> None:
         self.policy = policy
         self.gradient = torch.empty(0)
-
-    def before_last_pass(self) -> None:
-        """Nothing to do."""
-
-    def end_shard(self) -> None:
-        """Never called, because there is one shard."""
-
-    def checksum(self) -> int:
-        """Never called, because there is one rank."""
-        raise NotImplementedError
 
     def step(self, learning_rate: float) -> StepResult:
         parts = [weight.grad.float().flatten() for weight in self.policy.module.parameters() if weight.grad is not None]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.main import main
-from covey.cli.options import parse
+from covey.cli.main import main, parse
 from covey.cli.sample import _config_of, _run_of
 from covey.config import RunConfig
 from covey.config.recipe import config_from_dict, read_tables

@@ -11,8 +11,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config.fields import iter_fields
-from covey.config.recipe import config_from_dict, packaged_recipes, read_recipe
-from covey.config.recipe_writing import changes_to_toml
+from covey.config.recipe import changes_to_toml, config_from_dict, packaged_recipes, read_recipe
 from covey.config.terminal import say
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ControlConfig, ControlEvaluationConfig, EnvironmentConfig
-from covey.config.recipe import describe_fields
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import describe_fields, write_config
 from covey.experiment.advice import Launch
 
 RECIPE = '[environment]\nid = "CartPole-v1"\n'

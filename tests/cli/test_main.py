@@ -24,8 +24,7 @@ from covey.config import (
     RunError,
     SamplingConfig,
 )
-from covey.config.recipe import describe_fields
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import describe_fields, write_config
 from covey.experiment.advice import Launch
 from covey.llm.generation.token_sampling import Truncation
 from covey.tracking.run_store import RunStore

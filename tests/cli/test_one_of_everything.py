@@ -12,7 +12,7 @@ import pytest
 from covey.cli.main import main
 from helpers.tiny_models import tiny_folder
 
-PLURAL = re.compile(r"(?<![\d.,@])\b1 (?:[a-z-]+ ){0,2}?(?!times\b|is\b|as\b|was\b|has\b|this\b)[a-z]+s\b")
+PLURAL = re.compile(r"(?<!number )(?<![\d.,@])\b1 (?:[a-z-]+ ){0,2}?(?!times\b|is\b|as\b|was\b|has\b|this\b)[a-z]+s\b")
 ONE = {
     "language": "--steps 1 --prompts-per-step 1 --group-size 1 --max-new-tokens 1 --evaluation.problems 1 --threads 1",
     "agent": "--steps 1 --environments 1 --fragment-steps 2 --minibatches 1 --evaluation.episodes 1",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.main import main
-from covey.cli.options import OVERVIEW, parse
+from covey.cli.main import OVERVIEW, main, parse
 from covey.config import ConfigError
 from covey.config.recipe import packaged_recipes, read_recipe
 

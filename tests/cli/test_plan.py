@@ -7,7 +7,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError
-from covey.config.planning import memory_size
+from covey_cluster.report import memory_size
 
 MODEL = "smollm2-135m"
 GPU = ["--device-memory", "80GiB"]
@@ -112,7 +112,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for option in ("--ranks N", "--device-memory SIZE", "--cluster", "--sampler-devices N,N", "--lengths RUN"):
+    for option in ("--ranks N", "--device-memory VALUE", "--cluster", "--sampler-devices VALUE", "--lengths VALUE"):
         assert option in text
     assert "memory of a device, such as 80GiB or 80GB" in text
 
@@ -150,21 +150,21 @@ MISTAKES = [
     (["--ranks", "2", "--device-memory", "80"], "--device-memory must be a number and a unit"),
     (["--ranks", "2", "--device-memory", "much"], "--device-memory must be a number and a unit"),
     (["--ranks", "2", "--algorithm", "grpo,ppo"], "--ranks plans one algorithm at a time"),
-    (["--ranks", "2", "--node-link", "0"], "--node-link: must be at least 0.001"),
-    (["--ranks", "2", "--devices-per-node", "0"], "--devices-per-node: must be at least 1"),
-    (["--ranks", "2", "--flops-use", "1.5"], "--flops-use: must be at most 1"),
+    (["--ranks", "2", "--node-link", "0"], "--node-link must be at least 0.001"),
+    (["--ranks", "2", "--devices-per-node", "0"], "--devices-per-node must be at least 1"),
+    (["--ranks", "2", "--flops-use", "1.5"], "--flops-use must be at most 1"),
     (["--device-memory", "80GiB"], "--device-memory belongs to --ranks N"),
     (["--cluster", "--mean-tokens", "9"], "--cluster needs the number of ranks that train: add --ranks N"),
     (["--ranks", "2", "--sigma", "1"], "--sigma belongs to --cluster"),
     (["--ranks", "2", *GPU, "--cluster"], "--cluster needs the lengths of completions"),
-    (["--ranks", "2", *SIMULATED, "--sigma", "-1"], "--sigma: must be at least 0"),
-    (["--ranks", "2", *SIMULATED, "--mean-tokens", "many"], "--mean-tokens: must be a number"),
+    (["--ranks", "2", *SIMULATED, "--sigma", "-1"], "--sigma must be at least 0"),
+    (["--ranks", "2", *SIMULATED, "--mean-tokens", "many"], "--mean-tokens must be a number"),
     (["--ranks", "2", *SIMULATED, "--limit", "20"], "--limit 20 is below --mean-tokens 30"),
     (["--ranks", "2", *GPU, "--cluster", "--mean-tokens", "100"], "--mean-tokens 100 is above the token limit of 64"),
     (["--ranks", "2", *SIMULATED, "--lengths", "runs/none"], "--lengths and --mean-tokens both say"),
     (["--ranks", "2", *GPU, "--cluster", "--lengths", "runs/none"], "runs/none holds no rollouts"),
-    (["--ranks", "2", *SIMULATED, "--sampler-devices", "1,x"], "--sampler-devices: must be an integer"),
-    (["--ranks", "2", *SIMULATED, "--sampler-devices", "0"], "--sampler-devices: must be at least 1"),
+    (["--ranks", "2", *SIMULATED, "--sampler-devices", "1,x"], "--sampler-devices must be a list of integers"),
+    (["--ranks", "2", *SIMULATED, "--sampler-devices", "0"], "--sampler-devices must be at least 1"),
     (["--ranks", "2", *SIMULATED, "--sampler-devices", "3", "--devices-per-server", "2"], "give 4, or set"),
     (["--ranks", "2", *SIMULATED, "--crash-every", "0.001", "--restart", "1"], "does not end"),
     (["--ranks", "2", "--device-memory", "2GiB", *SIMULATED[2:]], "no layout of the weights fits on 2 ranks"),

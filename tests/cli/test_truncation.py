@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from covey.cli.truncation import truncation_of
+from covey.cli.evaluate import truncation_of
 from covey.config import ConfigError
 from covey.config.llm import SamplingConfig
 

@@ -29,8 +29,7 @@ from covey.config import (
     WordProblemsConfig,
 )
 from covey.config.named_modules import check_function_name
-from covey.config.recipe import config_from_dict, describe_fields, read_recipe
-from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.recipe import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
 from covey.config.rules import validate
 
 RECIPE = """\

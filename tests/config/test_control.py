@@ -20,8 +20,16 @@ from covey.config import (
     RunConfig,
 )
 from covey.config.fields import iter_fields
-from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, describe_fields, find_recipe, read_recipe
-from covey.config.recipe_writing import changes_to_toml, config_to_dict, config_to_toml
+from covey.config.recipe import (
+    PACKAGED_RECIPES,
+    changes_to_toml,
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    describe_fields,
+    find_recipe,
+    read_recipe,
+)
 from covey.config.rules import validate
 
 ENVIRONMENT = '[environment]\nid = "CartPole-v1"\n'

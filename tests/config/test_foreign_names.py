@@ -8,8 +8,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError, ControlConfig, RunConfig
-from covey.config.foreign_names import foreign_names
-from covey.config.recipe import describe_fields, read_recipe
+from covey.config.recipe import describe_fields, foreign_names, read_recipe
 
 
 def fields_of(root: type) -> set[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.config.plain_files import Refused, TooLarge, files_below, open_below, read_below, status_below
+from covey.config.files import Refused, TooLarge, files_below, open_below, read_below, status_below
 
 
 def test_plain_files_are_read(tmp_path: Path) -> None:

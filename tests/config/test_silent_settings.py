@@ -23,7 +23,6 @@ from covey.config import (
     SamplingConfig,
 )
 from covey.config.common import Table
-from covey.config.planning import SimulationConfig
 from covey.config.recipe import read_recipe
 from covey.config.rules import validate
 from covey.experiment.llm import LLMBuilder
@@ -38,8 +37,7 @@ ARITHMETIC = '[task]\nname = "arithmetic"\n'
 def config_classes() -> list[Any]:
     modules = [sys.modules[name] for name in sorted(sys.modules) if name.startswith(f"{config_package.__name__}.")]
     found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
-    of_commands = {SimulationConfig}  # made by `covey plan` alone
-    return sorted((kind for kind in (found | {TrainerOptions}) - of_commands if is_dataclass(kind)), key=str)
+    return sorted((kind for kind in found | {TrainerOptions} if is_dataclass(kind)), key=str)
 
 
 def test_a_list_is_as_good_as_a_tuple_in_every_field_of_every_table() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, CriticConfig, LoRAConfig, RewardConfig, RunConfig
-from covey.config.lora import resolved
+from covey.config.model_sources import resolved
 from covey.config.rules import validate
 
 BASE = RunConfig(task=ArithmeticConfig(), rewards=(RewardConfig(name="exact"),))

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from covey.config import ControlConfig
-from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, read_tables, root_of
-from covey.config.recipe_writing import config_to_toml
+from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, config_to_toml, read_tables, root_of
 from covey.llm.model.gguf import EMBEDDED
 from helpers.installed import Environment
 from helpers.judge_server import JudgeServer

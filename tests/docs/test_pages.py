@@ -16,7 +16,7 @@ import gymnasium  # noqa: F401 -- before the tests: it changes the environment w
 import pytest
 
 from covey.cli.evaluate import evaluation_config
-from covey.cli.options import build_parser, parse
+from covey.cli.main import build_parser, parse
 from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe

@@ -18,7 +18,7 @@ import helpers
 from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import search_path
 from covey.llm.conversation.processes import EnvironmentProcesses
-from covey.runtime.cache import cache_folder
+from covey.runtime.variables import cache_folder
 from covey.runtime.worker.process import CallError
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder

@@ -18,7 +18,7 @@ from PIL import Image
 import covey
 from covey.algorithms import KLInLoss, KLInReward, KLToBehavior
 from covey.cli.main import main
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import write_config
 from covey.control import rollout_buffer
 from covey.control.policy import load_policy
 from covey.core import kl

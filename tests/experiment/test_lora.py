@@ -297,7 +297,7 @@ def test_ppo_has_a_critic_on_the_same_weights(folder: Path, trunk: str) -> None:
 def test_without_peft_the_install_command_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("covey.config.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.model_sources.find_spec", lambda name: None)
     words = ["train", "arithmetic_grpo", "--model", str(folder / "model"), "--run-dir", str(folder / "without")]
     assert main([*words, "--rank", "2"]) == 2
     assert 'LoRA needs the package peft: pip install "covey[lora]"' in capsys.readouterr().err

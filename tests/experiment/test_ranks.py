@@ -187,7 +187,7 @@ import torch
 from covey import run
 from covey.config import ClusterConfig
 from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from helpers.rank_cases import BASE
 
 step = MasterAdamW.step
@@ -218,7 +218,7 @@ from dataclasses import replace
 import covey.experiment.llm as llm
 from covey import run
 from covey.config import ClusterConfig, LoRAConfig
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from helpers.rank_cases import BASE
 
 load = llm.load_policy

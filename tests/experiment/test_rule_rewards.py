@@ -11,8 +11,8 @@ import pytest
 
 from covey import EvaluationConfig, LossConfig, RewardConfig, RunConfig, SamplingConfig, UpdateConfig, run
 from covey.config import DatasetConfig
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.recipe import read_recipe
+from covey.config.rewards import BUILT_IN_REWARDS
 from helpers.tiny_models import tiny_folder
 
 REWARDS = (

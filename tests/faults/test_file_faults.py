@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import write_config
 from helpers import toy_envs
 from helpers.forks import Case, Forks, Outcome
 from helpers.run_helpers import assert_same_run, write_recipe

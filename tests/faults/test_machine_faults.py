@@ -28,8 +28,8 @@ import covey.experiment.llm
 import covey.experiment.outcome
 import covey.experiment.run
 from covey.cli.main import main
-from covey.config.faults import machine_error
-from covey.config.recipe_writing import write_config
+from covey.config.files import machine_error
+from covey.config.recipe import write_config
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_store import RunStore
 from helpers import toy_envs

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import write_config
 from helpers import toy_envs
 from helpers.cases import slow_unless
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS

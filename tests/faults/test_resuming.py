@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
-from covey.config.recipe_writing import write_config
+from covey.config.recipe import write_config
 from helpers import toy_envs
 from helpers.run_helpers import Moment, covey, files, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder

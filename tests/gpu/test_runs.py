@@ -12,7 +12,7 @@ import torch
 
 import covey
 from covey.config import RunConfig
-from covey.runtime import adamw
+from covey.runtime import optimizer
 from helpers.rank_cases import CASES, CONVERSATIONS, case
 from helpers.run_helpers import reproducible_metrics
 from helpers.sampled_runs import files_of
@@ -52,8 +52,8 @@ def test_a_run_on_a_gpu_has_the_numbers_of_a_cpu_and_the_same_bits_twice(
 ) -> None:
     """In bf16 the devices round otherwise, so that other tokens are drawn: then two runs on a GPU are compared."""
     monkeypatch.setenv("COVEY_NATIVE", "0")
-    monkeypatch.setattr(adamw, "FEWEST_NUMBERS", 100)  # small matrices have moments in 8 bits too
-    monkeypatch.setattr(adamw, "SHORTEST_BLOCK", 8)
+    monkeypatch.setattr(optimizer, "FEWEST_NUMBERS", 100)  # small matrices have moments in 8 bits too
+    monkeypatch.setattr(optimizer, "SHORTEST_BLOCK", 8)
     model = models / ("calling" if name in CONVERSATIONS else "llama")
     on_gpu = trained(CASES[name], model, tmp_path / "gpu", "cuda")
     assert torch.cuda.max_memory_allocated() > 0

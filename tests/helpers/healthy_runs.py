@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.recipe import read_recipe
-from covey.config.recipe_writing import config_to_dict
+from covey.config.recipe import config_to_dict, read_recipe
 from helpers.diagnosed_runs import (
     TINY,
     Reward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from helpers.reward_models import tiny_reward_model
 from helpers.tiny_models import tiny_folder
 

@@ -11,8 +11,8 @@ import torch
 from covey.core import schedules
 from covey.data import Group, Start, StepRecord, collate
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.collect import FixedSize
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.collect import fixed_size
+from covey.train.controllers import Coefficient
 from covey.train.loop import train
 from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make
@@ -123,9 +123,9 @@ def build(world: World, steps: int, **changes: Any) -> tuple[Components, LoopCon
     parts = Components(
         task=world, sampler=world, grader=world, policy=policy, algorithm=make("grpo"),
         learners=learners_of(policy, MasterAdamW(policy.module, lr=0.1), make("grpo")),
-        kl_coefficient=ScheduledCoefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
+        kl_coefficient=Coefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
     )  # fmt: skip
-    settings = LoopConfig(steps=steps, seed=7, starts_per_step=2, group_size=FixedSize(4))
+    settings = LoopConfig(steps=steps, seed=7, starts_per_step=2, group_size=fixed_size(4))
     return replace(parts, **{k: v for k, v in changes.items() if hasattr(parts, k)}), replace(
         settings, **{k: v for k, v in changes.items() if hasattr(settings, k)}
     )

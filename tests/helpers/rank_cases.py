@@ -220,11 +220,11 @@ class Witness:
 
 def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
     from covey import run
-    from covey.runtime import adamw
+    from covey.runtime import optimizer
     from covey.runtime.distributed import joined_ranks
 
     # So that the small matrices of the model have moments in 8 bits too.
-    adamw.FEWEST_NUMBERS, adamw.SHORTEST_BLOCK = 100, 8
+    optimizer.FEWEST_NUMBERS, optimizer.SHORTEST_BLOCK = 100, 8
 
     if moment := os.environ.get("KILLED_AT"):
         kill_at(moment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from covey.llm.model.chat import Chat
 from covey.llm.reward_models.loading import classifier_on, wrap_classifier
 from covey.llm.reward_models.model import RewardModel, head_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ControlConfig, EnvironmentConfig, RewardConfig, RunConfig
-from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.recipe import config_to_dict, write_config
 from covey.config.tasks import ArithmeticConfig
 from covey.tracking.records import encode
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 from covey.algorithms import Algorithm
 from covey.core import schedules
 from covey.data import Batch, Critic, Policy
-from covey.train.controllers import ScheduledCoefficient
-from covey.train.learners import CriticLearner, Learner, Optimizer, PolicyLearner, UpdatePlan, actor_critic
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.controllers import Coefficient
+from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.update import update
 
 
 def learners_of(
     policy: Policy,
-    optimizer: Optimizer,
+    optimizer: MasterAdamW,
     algorithm: Algorithm,
     plan: UpdatePlan = UpdatePlan(),  # noqa: B008
     *,
     learning_rate: float = 0.1,
     kl_coefficient: float = 0.0,
     critic: Critic | None = None,
-    critic_optimizer: Optimizer | None = None,
+    critic_optimizer: MasterAdamW | None = None,
     critic_learning_rate: float = 0.0,
 ) -> tuple[Learner, ...]:
     """The learners of a run with constant coefficients. A critic whose `own_trunk` is False shares the policy's."""
-    rate, kl = schedules.constant(learning_rate), ScheduledCoefficient(schedules.constant(kl_coefficient))
+    rate, kl = schedules.constant(learning_rate), Coefficient(schedules.constant(kl_coefficient))
     actor = PolicyLearner(policy, optimizer, algorithm, plan, rate, kl)
     if critic is None:
         return (actor,)
@@ -34,7 +35,7 @@ def learners_of(
 
 def one_update(
     policy: Policy,
-    optimizer: Optimizer,
+    optimizer: MasterAdamW,
     algorithm: Algorithm,
     batch: Batch,
     plan: UpdatePlan = UpdatePlan(),  # noqa: B008

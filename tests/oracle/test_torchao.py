@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.runtime.adamw import QuantizedMoment, dynamic_map
+from covey.runtime.optimizer import QuantizedMoment, dynamic_map
 
 quantization = pytest.importorskip("torchao.optim.quant_utils")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.runtime.adamw import AdamW
-from covey.runtime.optimizer import row_squares
+from covey.runtime.optimizer import AdamW, row_squares
 
 SHAPES = [(33,), (84, 32), (7, 5), (577, 33), (1, 40)]
 

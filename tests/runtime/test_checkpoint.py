@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from covey.config import ConfigError, MachineError
 from covey.runtime import checkpoint
-from covey.runtime.checkpoint import BestPinned, CheckpointError, CheckpointFolder
+from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 
 
 def bits(tensor):
@@ -290,7 +290,7 @@ def test_the_manifest_names_sizes_and_hashes(folder):
 
 @pytest.fixture
 def pinning(tmp_path):
-    return CheckpointFolder(tmp_path / "checkpoints", keep=2, pinned=BestPinned())
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2, keep_best=True)
 
 
 def named_best(folder):
@@ -312,7 +312,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(pinning):
 
 def test_the_name_of_the_best_checkpoint_follows_a_rewind(tmp_path):
     """A run that is resumed from an earlier checkpoint, because the newest is damaged, has an earlier best step."""
-    pinning = CheckpointFolder(tmp_path / "checkpoints", keep=3, pinned=BestPinned())
+    pinning = CheckpointFolder(tmp_path / "checkpoints", keep=3, keep_best=True)
     for step, best in [(2, 2), (3, 2), (4, 4)]:
         pinning.save(step, small_state(step), best)
     assert named_best(pinning) == 4

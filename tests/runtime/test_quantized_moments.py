@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
-from covey.runtime.adamw import AdamW, QuantizedMoment, block_length, dynamic_map
-from covey.runtime.optimizer import MasterAdamW, state_bytes
+from covey.runtime.optimizer import AdamW, MasterAdamW, QuantizedMoment, block_length, dynamic_map, state_bytes
 
 SHAPES = [(96, 576), (64, 64), (33, 3 * 256), (40, 8, 16)]
 BETAS = (0.9, 0.99)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from covey.config.plain_files import Refused
+from covey.config.files import Refused
 from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, ranges
 
 

@@ -15,19 +15,19 @@ from covey.core import schedules
 from covey.data import Group, Start, StepRecord
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import uniforms
-from covey.runtime.timer import Clock
 from covey.train.collect import (
     AdaptiveGroups,
     Collector,
     DynamicSampling,
     FixedGroups,
-    FixedSize,
-    LinearSize,
     LogGroupSizes,
     StepGroups,
+    fixed_size,
+    linear_size,
 )
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.loop import collect, train, train_step
+from covey.train.metrics import Clock
 from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make
 from helpers.tabular_policy import CONTEXTS, ToyPolicy, rollout
@@ -104,10 +104,10 @@ def build(
     parts = Components(
         task=world, sampler=world, grader=world, policy=policy, algorithm=make("grpo"),
         learners=learners_of(policy, MasterAdamW(policy.module, lr=0.1), make("grpo")),
-        kl_coefficient=ScheduledCoefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
+        kl_coefficient=Coefficient(schedules.constant(0.0)), observers=[world], checkpoints=world,
         collector=way if last is None else LogGroupSizes(way),
     )  # fmt: skip
-    group_size = FixedSize(size) if last is None else LinearSize(size, last, steps)
+    group_size = fixed_size(size) if last is None else linear_size(size, last, steps)
     settings = LoopConfig(steps=steps, seed=SEED, starts_per_step=starts, group_size=group_size, **changes)
     return parts, settings
 
@@ -142,7 +142,7 @@ def test_a_fixed_size_samples_every_group_once():
 @pytest.mark.parametrize(("first", "last", "steps"), [(16, 128, 100), (4, 5, 2), (32, 8, 7), (6, 6, 3), (2, 90, 1000)])
 def test_the_schedule_begins_and_ends_exactly_and_moves_one_way(first, last, steps):
     _, settings = build(World([0.5]), FixedGroups(), size=first, steps=steps, last=last)
-    sizes = [settings.group_size.at(step) for step in range(1, steps + 1)]
+    sizes = [settings.group_size(step) for step in range(1, steps + 1)]
     assert (sizes[0], sizes[-1]) == (first, last)
     assert sizes == sorted(sizes, reverse=last < first)
     straight = [first + (last - first) * (step - 1) / (steps - 1) for step in range(1, steps + 1)]

@@ -22,8 +22,8 @@ from covey.core.covariance import covariance
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.build import build_algorithm, build_entropy_control
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.collect import FixedSize
-from covey.train.controllers import NO_ENTROPY_CONTROL, ScheduledCoefficient
+from covey.train.collect import fixed_size
+from covey.train.controllers import NO_ENTROPY_CONTROL, Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import Prepared, prepare_rows
 from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
@@ -248,7 +248,7 @@ def build(
     world = kind(policy)
     algorithm = build_algorithm(name, loss, entropy_coefficient=loss.entropy_coefficient)
     control = build_entropy_control(name, loss)
-    coefficient = ScheduledCoefficient(algorithm.kl.coefficient)
+    coefficient = Coefficient(algorithm.kl.coefficient)
     learner = PolicyLearner(
         policy, MasterAdamW(policy.module, lr=0.1), algorithm, UpdatePlan(epochs=epochs), schedules.constant(0.1),
         coefficient, entropy_control=control,
@@ -258,7 +258,7 @@ def build(
         kl_coefficient=coefficient, observers=[world], checkpoints=world,
     )  # fmt: skip
     return world, parts, LoopConfig(
-        steps=steps, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), checkpoint_every=5
+        steps=steps, seed=7, starts_per_step=2, group_size=fixed_size(ACTIONS), checkpoint_every=5
     )  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def test_the_entropy_comes_to_its_target_from_below_and_from_above(start):
     for target in (1.2, None):
         loss = replace(BONUS, entropy_coefficient=start, entropy_target=target, entropy_gain=0.5 if target else 0.2)
         world, parts, settings = build(loss, steps=40, epochs=4, kind=OnPolicy)
-        go(parts, replace(settings, group_size=FixedSize(32)))
+        go(parts, replace(settings, group_size=fixed_size(32)))
         ends[target] = sum(world.series("entropy")[-10:]) / 10
     assert ends[1.2] == pytest.approx(1.2, abs=0.15)
     assert abs(ends[None] - 1.2) > 0.3

@@ -27,8 +27,8 @@ from covey.experiment.llm_components import build_reference_updater
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE
-from covey.train.collect import FixedSize
-from covey.train.controllers import KLCoefficient, ScheduledCoefficient
+from covey.train.collect import fixed_size
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.state import Components, LoopConfig, NeverUpdate, load_checkpoint
@@ -42,7 +42,7 @@ TARGET, HORIZON = 0.02, 100
 
 def build(
     penalty: KLPenalty,
-    kl_coefficient: KLCoefficient | None = None,
+    kl_coefficient: Coefficient | None = None,
     *,
     epochs: int = 1,
     share: float | None = None,
@@ -53,7 +53,7 @@ def build(
     world, reference = PolicyWorld(policy), ToyPolicy(seed=None)
     updater = NeverUpdate() if share is None else EMAWeights(reference.module, policy.module, share, every=every)
     algorithm, optimizer = grpo(kl=penalty), MasterAdamW(policy.module, lr=0.05)
-    kl_coefficient = kl_coefficient or ScheduledCoefficient(penalty.coefficient)
+    kl_coefficient = kl_coefficient or Coefficient(penalty.coefficient)
     learner = PolicyLearner(
         policy, optimizer, algorithm, UpdatePlan(epochs=epochs), schedules.constant(0.05), kl_coefficient
     )
@@ -62,10 +62,10 @@ def build(
         learners=[learner], kl_coefficient=kl_coefficient, observers=[world], checkpoints=world,
         reference_updater=updater,
     )  # fmt: skip
-    return world, parts, LoopConfig(steps=12, seed=7, starts_per_step=2, group_size=FixedSize(ACTIONS), **settings)
+    return world, parts, LoopConfig(steps=12, seed=7, starts_per_step=2, group_size=fixed_size(ACTIONS), **settings)
 
 
-def controlled(coefficient: float = 0.05, warmup: int = 0, to: str = "reference") -> tuple[KLPenalty, KLCoefficient]:
+def controlled(coefficient: float = 0.05, warmup: int = 0, to: str = "reference") -> tuple[KLPenalty, Coefficient]:
     loss = LossBase(
         kl_coefficient=coefficient, kl_warmup_steps=warmup, adaptive_kl_target=TARGET, adaptive_kl_horizon=HORIZON,
         kl_to=to,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from covey.config.plain_files import Refused, TooLarge
+from covey.config.files import Refused, TooLarge
 from covey.tracking import metric_table
 from covey.tracking.metric_table import MetricTable
 from covey.watch.answers import Answers, NotFound

@@ -7,20 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.cli.options import MACHINE_FIELDS
-from covey.cli.truncation import TRUNCATION, truncation_of
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, DatasetConfig, RunConfig, RunError
+from covey.cli.options import MODEL, MOST_TOKENS, Command, Parser, number, option, temperature
+from covey.cli.train import check_data
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError, SamplingConfig
 from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.model_sources import find_origin, locate_model
-from covey.config.recipe import apply_overrides, config_from_dict, read_tables, root_of, split_overrides
-from covey.config.recipe_writing import config_to_dict
+from covey.config.recipe import (
+    apply_overrides,
+    config_from_dict,
+    config_to_dict,
+    describe_fields,
+    read_tables,
+    root_of,
+    split_overrides,
+)
 from covey.config.rules import validate
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file
 from covey.tracking.run_store import CONFIG_FILE, write_records
 from covey.tracking.score_kinds import ScoreKind
 
+MACHINE_FIELDS = ("seed", "device", "precision", "threads")
+TRUNCATION = ("top_k", "top_p", "min_p", "min_new_tokens")  # fields of `Truncation`
 EVALUATED = ("model", "task", "rewards", "sampling", "chat", "conversation")  # tables of a run that it uses
 INHERITED = ("max_new_tokens", "min_new_tokens", "long_prompts", "stop")  # of [sampling] of a run
 LANGUAGE_OPTIONS = (
@@ -28,16 +37,65 @@ LANGUAGE_OPTIONS = (
 )  # fmt: skip
 
 
-def check_data(config: RunConfig | ControlConfig) -> None:
-    """Read the data of a run, so that a mistake in it is reported before torch is loaded.
+def add_truncation(parser: Parser) -> None:
+    """Options for tokens that may not be drawn. A recipe has the last one alone, because an update needs
+    log-probabilities of the distribution that was sampled.
+    """
+    option(parser, "--top-k K", "draw from the K most probable tokens (all)", number(int, 1, MOST_TOKENS))
+    option(parser, "--top-p P", "draw from the most probable tokens that add up to P (1)", number(float, 1e-6, 1))
+    least = "draw from tokens with at least P times the largest probability (0)"
+    option(parser, "--min-p P", least, number(float, 0, 1))
+    option(parser, "--min-new-tokens N", "tokens before the first end token (the run's)", number(int, 0, MOST_TOKENS))
+
+
+def truncation_of(arguments: argparse.Namespace, temperature: float, sampling: SamplingConfig) -> dict[str, Any]:
+    """The fields of `Truncation` that a command sets, and the minimum length of `sampling`.
 
     Raises:
-        ConfigError: naming file and line.
+        ConfigError: for one that has no effect on greedy answers, and for a minimum length above the largest.
     """
-    if isinstance(config, RunConfig) and isinstance(config.task, DatasetConfig):
-        from covey.llm.data.rows import read_data
+    given = {name: getattr(arguments, name) for name in TRUNCATION if getattr(arguments, name) is not None}
+    if temperature == 0 and (without_effect := [name for name in given if name != "min_new_tokens"]):
+        option = f"--{without_effect[0].replace('_', '-')}"
+        raise ConfigError(f"{option} changes no greedy answer: raise --temperature, or leave it out")
+    is_of_run = "min_new_tokens" not in given
+    shortest = given.setdefault("min_new_tokens", sampling.min_new_tokens)
+    if shortest >= sampling.max_new_tokens:
+        if is_of_run:
+            raise ConfigError(
+                f"--max-new-tokens must be above the run's minimum length, {shortest} (is {sampling.max_new_tokens}): "
+                "raise it, or add --min-new-tokens 0"
+            )
+        raise ConfigError(f"--min-new-tokens must be below --max-new-tokens, {sampling.max_new_tokens} (is {shortest})")
+    return given
 
-        read_data(config.task)
+
+def _options(parser: Parser) -> None:
+    parser.usage = (
+        "covey eval MODEL --task TASK [--task-field value ...] [options]\n"
+        "       covey eval RUN [--episodes N] [--render] [--seed SEED]      (the run of a recipe for control)"
+    )
+    parser.epilog = (
+        "The task's own fields are options too, such as --digits 1,2 for arithmetic.\n"
+        "An agent plays the evaluation episodes of its run; --seed selects others.\n"
+        "With --samples above 1 it reports pass@k, the probability that at least one of k answers is right. If the\n"
+        "reward is not always 1 or 0, it reports best@k, the expected best score of k answers; best@1 is the mean."
+    )
+    option(parser, "MODEL", MODEL)
+    option(parser, "--task TASK", f"{', '.join(TASK_CONFIGS)}; default: the run's own")
+    option(parser, "--reward REWARD", "reward that scores the answers: a built-in one or file.py:function")
+    option(parser, "--binary", "the function of --reward returns 1 (right) or 0 (wrong)")
+    option(parser, "--problems N", "held-out problems, at most all (256, or the number of the run)")
+    option(parser, "--samples N", "answers to each problem (1)", number(int, 1, 10_000))
+    option(parser, "--temperature T", "0 is greedy (0, or 1 with several samples)", temperature)
+    option(parser, "--max-new-tokens N", "longest answer, in tokens (64, or the run's own)")
+    add_truncation(parser)
+    texts = {row.name: row.text for row in describe_fields() if not row.section}
+    for name in MACHINE_FIELDS:
+        option(parser, f"--{name} {name.upper()}", texts[name])
+    option(parser, "--output FILE", "write prompts, answers and their scores to this JSONL file")
+    option(parser, "--episodes N", "control: number of episodes (the run's own)")
+    option(parser, "--render", "control: also write an animation of one episode")
 
 
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
@@ -211,3 +269,7 @@ def score_report(scores: Sequence[Sequence[float]], kind: ScoreKind) -> str:
         result = kind.estimate_best([kind.best_at_k(problem, k) for problem in scores])
         lines.append(f"  {f'{kind.best_of}@{k}':<9} {kind.write_interval(result)}")
     return "\n".join(lines)
+
+
+COMMAND = Command("eval", "measure a model on held-out problems, or an agent over many episodes", _options,
+                  eval_command, takes_fields=True)  # fmt: skip

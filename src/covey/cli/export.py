@@ -5,42 +5,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from covey.cli.options import Command, Parser, option
 from covey.config import ConfigError
-from covey.config.faults import faults_of
 from covey.config.fields import command, or_list
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.model_sources import locate_model
 from covey.config.terminal import say
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 
 
-def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `covey export`."""
+def _options(parser: Parser) -> None:
     parser.usage = "covey export MODEL FOLDER [--gguf TYPE | --adapter]"
     parser.epilog = (
         "The folder has the weights (safetensors), the config, the tokenizer and the chat template. It is loaded by\n"
         "transformers' from_pretrained, by covey and by other programs. The model of a run also gets a model card,\n"
         "README.md: base model, recipe, evaluations before and after, and the command that trains it again."
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder, RUN@STEP or RUN@best for one of its checkpoints, or another model's name",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="a new folder")
-    parser.add_argument(
-        "--gguf",
-        metavar="TYPE",
-        choices=GGUF_TYPES,
-        default="",
-        help=f"also write a GGUF file for llama.cpp, with matrices in {or_list(GGUF_TYPES)}; for Llama-like models",
-    )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write the adapter of a run with LoRA alone, in peft's format, instead of the model with merged weights",
-    )
+    option(parser, "MODEL", "a run folder, RUN@STEP or RUN@best for one of its checkpoints, or another model's name")
+    option(parser, "FOLDER", "a new folder")
+    also = f"also write a GGUF file for llama.cpp, with matrices in {or_list(GGUF_TYPES)}; for Llama-like models"
+    option(parser, f"--gguf {'|'.join(GGUF_TYPES)}", also, default="")
+    alone = "write the adapter of a run with LoRA alone, in peft's format, instead of the model with merged weights"
+    option(parser, "--adapter", alone)
 
 
 def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -79,3 +66,6 @@ def check_new_folder(folder: Path) -> None:
             raise ConfigError(f"{folder} is there already, and is not replaced: name a new folder")
         if not folder.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {folder.parent}: create it, or name another")
+
+
+COMMAND = Command("export", "write a trained model as a transformers folder", _options, export_command)

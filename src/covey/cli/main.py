@@ -1,4 +1,4 @@
-"""The command `covey`; `COMMANDS` lists its commands.
+"""The command line of `covey`: its commands, their parsers, errors and exit codes.
 
 Each command parses its arguments, calls one function and prints the result. Heavy modules are imported inside the
 commands, so that a mistake is reported before torch is loaded.
@@ -7,56 +7,74 @@ commands, so that a mistake is reported before torch is loaded.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import shutil
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import takewhile
 
-from covey.cli.diagnose import diagnose_command
-from covey.cli.evaluate import check_data, eval_command
-from covey.cli.export import export_command
-from covey.cli.logs import set_up_output
-from covey.cli.options import OVERVIEW, parse
-from covey.cli.plan import plan_command
-from covey.cli.report import report_command
-from covey.cli.reward_model import reward_model_command
-from covey.cli.runs import runs_command
-from covey.cli.sample import sample_command
-from covey.cli.serve import serve_command
-from covey.cli.sft import sft_command
-from covey.cli.show import show_command
-from covey.cli.watch import watch_command
-from covey.config import (
-    ConfigError,
-    ControlConfig,
-    RunConfig,
-    RunError,
-)
-from covey.config.faults import machine_error, path_error
-from covey.config.fields import command, printable
-from covey.config.files import user_path
-from covey.config.inputs import named_code
-from covey.config.recipe import (
-    describe_recipe,
-    find_recipe,
-    packaged_recipes,
-    read_recipe,
-    read_tables,
-    root_of,
-    training_command,
-)
-from covey.config.recipe_writing import changes_to_toml
-from covey.config.terminal import fitted, say
-from covey.runtime.interrupts import EXIT_CODE, leave, patient, say_last_words, watched
-from covey.runtime.ranks import check_ranks, is_echo, own_rank, world_size
+from covey.cli import completion, evaluate, export, plan, report, reward_model, runs, sample, serve, sft, show, train
+from covey.cli.options import Command, Parser
+from covey.config import ConfigError, ControlConfig, RunConfig, RunError
+from covey.config.fields import command, did_you_mean, printable
+from covey.config.files import machine_error, path_error, shortened
+from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
+from covey.config.terminal import fitted, say, width_of
+from covey.runtime.interrupts import EXIT_CODE, leave, say_last_words, watched
+from covey.runtime.variables import is_echo, own_rank, world_size
 from covey.tracking.output import expect_early_end, outlasting_output
-from covey.tracking.run_folder import check_run_dir, next_run_dir
 
-LASTING = ("train", "iterate", "sft", "compare", "reward-model", "serve", "watch")  # go on if nobody reads their output
-EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
+COMMANDS = {
+    one.name: one
+    for one in (
+        train.TRAIN, train.ITERATE, sft.COMMAND, train.CHECK, plan.COMMAND, evaluate.COMMAND, train.COMPARE,
+        report.DIAGNOSE, sample.COMMAND, export.COMMAND, report.WATCH, serve.COMMAND, reward_model.COMMAND,
+        runs.COMMAND, show.COMMAND, report.REPORT, train.RECIPES, completion.COMMAND,
+    )
+}  # fmt: skip
 LONGEST_MESSAGE, TAIL = 1500, 300  # characters of an error
 WIDTHS = (20, 1000)  # valid columns of a terminal; COLUMNS is ignored outside this range
 FAILED, MISTAKE, MACHINE, INTERRUPTED = 1, 2, 3, EXIT_CODE  # exit codes
+
+OVERVIEW = """\
+covey trains a language model or an agent by reinforcement: attempts are
+compared with each other (GRPO) or with a critic (PPO).
+
+see it work:
+  covey train cartpole_grpo      an agent balances a pole, in seconds
+  covey train arithmetic_grpo    a language model learns to add and subtract
+  covey recipes                  all packaged recipes, one line each
+
+train on prompts and rewards of your own:
+  covey recipes arithmetic_grpo > my.toml     a recipe to change
+  covey check my.toml                         find mistakes, predict memory
+  covey train my.toml                         writes to runs/my-001
+  covey watch                                 see your runs in the browser
+  covey eval runs/my-001                      score on held-out problems
+  covey sample runs/my-001 "What is 3 + 4?"   answers to one prompt
+
+look at runs:
+  covey runs                     state, result and size of each
+  covey show runs/my-001         rollouts with their rewards
+  covey report runs/my-001       one HTML file with everything
+
+covey --help lists the commands, covey train --help the fields of a recipe."""
+
+EPILOG = """\
+first steps:
+  covey train cartpole_grpo, then covey train arithmetic_grpo;
+  covey without a command shows more examples
+
+completion with Tab:
+  eval "$(covey completion bash)", also for zsh and fish
+
+exit codes:
+  0    success
+  1    the run cannot continue
+  2    a mistake in the command, the recipe or the data
+  3    a fault of the machine: disk, memory or permission
+  130  stopped by Ctrl-C"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,9 +98,9 @@ def _execute(words: list[str], debug: bool) -> int:
         arguments, fields = parse(words)
         if world_size() > 1 and arguments.command != "train":
             raise ConfigError(f"torchrun is for covey train: start {command(arguments.command)} without it")
-        if arguments.command not in LASTING:
+        if not COMMANDS[arguments.command].lasting:
             expect_early_end()
-        return COMMANDS[arguments.command](arguments, fields) or 0
+        return arguments.chosen.run(arguments, fields) or 0
     except KeyboardInterrupt:
         say_last_words()
         return INTERRUPTED
@@ -127,117 +145,146 @@ def check_surroundings() -> None:
         del os.environ["COLUMNS"]
 
 
-def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
-    """`covey train` and `covey iterate`; returns the exit code of a stopped run, which has printed how to continue."""
-    if arguments.resume and (arguments.recipe or fields):
-        what = arguments.recipe or fields[0]
-        raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {what}")
-    if arguments.resume:
-        run_dir = user_path(arguments.resume)
-        if not own_rank():
-            check_run_dir(run_dir, resume=True)
-        from covey.experiment.run import resume
+class _PrintableRecord(logging.LogRecord):
+    """A log record of any library without control characters, because it may quote a file."""
 
-        return INTERRUPTED if resume(run_dir) is None else None
-    if not arguments.recipe:
-        raise ConfigError(f"name a recipe, such as: {command(arguments.command, EXAMPLES[arguments.command])}")
-    config = read_recipe(arguments.recipe, fields)
-    if arguments.command == "iterate" and training_command(config) != "iterate":
-        raise ConfigError(
-            f"{arguments.recipe} is not an iterative run: set iteration.steps to the number of training steps "
-            f"between two trainings of its reward model, or use {command('train', arguments.recipe)}"
-        )
-    if not own_rank():
-        check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
-    check_ranks(config)
-    check_data(config)
-    from covey.experiment.advice import Launch
-    from covey.experiment.run import run
-
-    launch = Launch.of_command(arguments.recipe, fields)
-    return INTERRUPTED if run(config, recipe_name=arguments.recipe, launch=launch) is None else None
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
 
 
-def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
-    """`covey check`."""
-    config = read_recipe(arguments.recipe, fields)
-    check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
-    for line in named_code(config):
-        say(printable(line))
-    sys.stdout.flush()  # before that code prints
-    check_data(config)
-    from covey.experiment.run import check
-
-    notes = check(config)
-    print("# the other settings have their defaults: covey train --help-all lists them")
-    print(changes_to_toml(config))
-    if isinstance(config, RunConfig):
-        from covey.experiment.plan import check_memory
-
-        print(check_memory(config) + "\n")
-    for note in notes:
-        say(note)
-    say(f"all is well. Next: {command(training_command(config), arguments.recipe, *fields)}")
+def set_up_output(*, silent: bool) -> None:
+    """Set up output and logs of this process; with `silent` it prints errors alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a model may write characters that the terminal cannot encode
+    logging.setLogRecordFactory(_PrintableRecord)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("covey").setLevel(logging.ERROR if silent else logging.INFO)
+    if silent:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def compare_command(arguments: argparse.Namespace, fields: list[str]) -> None:
-    """`covey compare`."""
-    from covey.comparison.compare import compare
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command's own arguments; returns them and the `--field value` words of the config.
 
-    with patient():  # after Ctrl-C its runs need time to save checkpoints
-        compare(
-            arguments.recipes,
-            seeds=arguments.seeds,
-            output=user_path(arguments.output, "--output: ") if arguments.output else None,
-            jobs=arguments.jobs,
-            threshold=arguments.threshold,
-            overrides=fields,
-        )
-
-
-def recipes_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey recipes`."""
-    if arguments.recipe:
-        print(find_recipe(arguments.recipe).read_text(encoding="utf-8"), end="")
-        return
-    width = shutil.get_terminal_size().columns  # as for --help, also if the output is not a terminal
-    for root, title in ((ControlConfig, "Agents in environments"), (RunConfig, "Language models")):
-        names = [name for name in packaged_recipes() if root_of(read_tables(name)) is root]
-        longest = max(map(len, names))
-        print(f"{title}:")
-        for name in names:
-            print(fitted(f"  {name:<{longest}}  {describe_recipe(name)}", width, indent=" " * (longest + 2)))
-        print()
-    say(f"Next: {command('train', 'cartpole_grpo')}, or read one: {command('recipes', 'cartpole_grpo')}")
+    Raises:
+        ConfigError: for arguments that the command does not have.
+    """
+    parser, commands = build_parser()
+    if not words or words[0] in parser._option_string_actions:
+        parser.parse_args(words[:1])  # --help or --version ends here
+        parser.error("name a command")
+    if words[0] not in commands:
+        parser.error(_no_command(words[0], [name for name in commands if " " not in name], parser))
+    leaf = " ".join(words[:2]) if " ".join(words[:2]) in commands else words[0]
+    rest = words[len(leaf.split()) :]
+    if leaf in COMMANDS and COMMANDS[leaf].default_action:
+        leaf = f"{leaf} {COMMANDS[leaf].default_action}"
+    own, fields = _split(rest, commands[leaf])
+    arguments, extra = parser.parse_known_args([*leaf.split(), *own])
+    if extra:
+        commands[leaf].error(_extra_word(extra[0], rest, commands[leaf]))
+    _check_fields(fields, commands[leaf], arguments.chosen.takes_fields)
+    return arguments, fields
 
 
-def completion_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey completion`."""
-    from argcomplete import shellcode
+def _no_command(word: str, commands: list[str], parser: Parser) -> str:
+    if word.startswith("-"):
+        return f"unknown option {shortened(word)}{did_you_mean(word, list(parser._option_string_actions))}"
+    near = did_you_mean(word, commands)
+    if not near and (word in packaged_recipes() or word.endswith(".toml")):
+        return f"{word} is a recipe, not a command: write {command('train', word)}"
+    return f"there is no command {shortened(word) or repr(word)}{near}; commands: {', '.join(commands)}"
 
-    print(shellcode(["covey"], shell=arguments.shell))
+
+def _extra_word(word: str, words: Sequence[str], parser: Parser) -> str:
+    """The error for a word that no option or positional takes, such as the second of `--targets q_proj, v_proj`."""
+    told = f"extra word {shortened(word)}"
+    place = words.index(word) if word in words else 0
+    option = words[place - 2] if place >= 2 else ""
+    action = parser._option_string_actions.get(option)
+    if not option.startswith("--") or option == "--" or "=" in option or (action and action.nargs == 0):
+        return told
+    values = takewhile(lambda one: not one.startswith("--"), words[place - 1 :])
+    written = ",".join(value.strip(",") for value in values)
+    return f"{told}: an option has one value, so write a list as {option} {written}, and a text with spaces in quotes"
 
 
-COMMANDS = {
-    "train": train_command,
-    "iterate": train_command,
-    "sft": sft_command,
-    "check": check_command,
-    "plan": plan_command,
-    "eval": eval_command,
-    "compare": compare_command,
-    "diagnose": diagnose_command,
-    "sample": sample_command,
-    "export": export_command,
-    "watch": watch_command,
-    "serve": serve_command,
-    "reward-model": reward_model_command,
-    "runs": runs_command,
-    "show": show_command,
-    "report": report_command,
-    "recipes": recipes_command,
-    "completion": completion_command,
-}
+def _check_fields(fields: list[str], parser: Parser, takes_fields: bool) -> None:
+    """Refuse a misspelt option of the command itself, before it is interpreted as a field of a recipe."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    if fields and not takes_fields:
+        option = f"--{fields[0].lstrip('-').partition('=')[0].replace('_', '-')}"
+        parser.error(f"unknown option {shortened(option)}{did_you_mean(option, options)}")
+    for name, _ in split_overrides(fields) if takes_fields else []:
+        option = f"--{name.replace('_', '-')}"
+        near = did_you_mean(option, options, likeness=0.8)
+        if near and name.replace("-", "_") not in _field_names():
+            parser.error(f"unknown option {shortened(option)}{near}")
+
+
+def _field_names() -> set[str]:
+    return {row.name for root in (RunConfig, ControlConfig) for row in describe_fields(root)}
+
+
+def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]:
+    """Separate a command's own options and positionals from `--field value` and `--field=value`.
+
+    argparse alone would interpret a value that begins with a minus, as in `--operators -,+`, as an option. Options come
+    first, because argparse takes an optional positional for missing if an option stands before it.
+    """
+    options: list[str] = []
+    own: list[str] = []
+    fields: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*options, *own, word, *words], fields
+        name, equals, value = word.partition("=")
+        option = command._option_string_actions.get(name.replace("_", "-"))
+        following = []
+        takes_value = word.startswith("--") if option is None else option.nargs != 0
+        if takes_value and not equals and words:
+            following = [words.pop(0)]
+        if option:
+            options.append("=".join([name.replace("_", "-"), *([value] if equals else following)]))
+        else:
+            (fields if word.startswith("--") else own).extend([word, *following])
+    return [*options, *own], fields
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """Build the parser of the command line; returns it and the parser of each command by name."""
+    parser = Parser(
+        prog="covey",
+        description="Train a language model or an agent by comparing attempts with each other.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parsers: dict[str, Parser] = {}
+    _add_commands(parser, list(COMMANDS.values()), parsers)
+    return parser, parsers
+
+
+def _add_commands(parser: Parser, commands: Sequence[Command], parsers: dict[str, Parser], owner: str = "") -> None:
+    """Add the parsers of commands, or of the actions of the command `owner`."""
+    kind = "action" if owner else "command"
+    added = parser.add_subparsers(title=f"{kind}s", metavar=kind.upper(), required=bool(owner))
+    for one in commands:
+        made = added.add_parser(
+            one.name, help=one.summary, description=one.summary, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        parsers[f"{owner} {one.name}".strip()] = made
+        made.set_defaults(command=owner or one.name, action=one.name, chosen=one)
+        one.add_options(made)
+        if one.actions:
+            _add_commands(made, one.actions, parsers, one.name)
+        made.epilog = made.epilog and fitted(made.epilog, width_of(sys.stdout))
+        made.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""The command `covey report`."""
+"""The commands `covey report`, `covey diagnose` and `covey watch`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import suppress
 from pathlib import Path
 
+from covey.cli.options import Command, Parser, number, option
 from covey.cli.runs import named_run
 from covey.config import ConfigError
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.files import user_path
+from covey.config.files import path_error, user_path
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.terminal import say
 from covey.tracking.run_reader import RunReader
@@ -24,14 +25,13 @@ the command to repeat the run. Several runs are laid over each other. The file l
 others. A run may still be running."""
 
 
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `covey report`."""
+def _report_options(parser: Parser) -> None:
     parser.usage = "covey report RUN [RUN ...] [-o FILE.html] [--title TEXT]"
     parser.epilog = EPILOG
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    option(parser, "RUN...", "run folders")
     name = f"the HTML file; a report that is there is replaced (RUN.html; of several runs {SEVERAL}.html)"
-    parser.add_argument("-o", "--output", metavar="FILE", help=name)
-    parser.add_argument("--title", default="", metavar="TEXT", help="title of the page (the names of the runs)")
+    option(parser, "-o,--output FILE", name)
+    option(parser, "--title TEXT", "title of the page (the names of the runs)", default="")
 
 
 def report_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -74,3 +74,61 @@ def advice_on(run_dir: Path) -> dict[str, str]:
         text = after_training(Finished(launch, config, str(run_dir), drawable=False), summary)
         advice["next"] = text.partition("Next: ")[2]
     return advice
+
+
+def _diagnose_options(parser: Parser) -> None:
+    parser.usage = "covey diagnose RUN [RUN ...]"
+    parser.epilog = "docs/healthy.md explains the checks and their thresholds."
+    option(parser, "RUN...", "folder of a run, which may still be going on")
+
+
+def diagnose_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey diagnose`."""
+    from covey.tracking.diagnosis.report import diagnose_run, write_findings
+
+    for place, name in enumerate(arguments.runs):
+        run_dir = user_path(name)
+        if place:
+            say("")
+        say(write_findings(run_dir, diagnose_run(run_dir)))
+
+
+def _watch_options(parser: Parser) -> None:
+    parser.usage = "covey watch [RUN ...] [--port PORT] [--open]"
+    parser.epilog = (
+        "The page updates by itself while runs train. It has the curves, the rollouts of every step with their\n"
+        "rewards, the held-out answers before and after, and the findings of the diagnosis. It changes nothing and\n"
+        "needs no network.\n"
+        "\n"
+        "examples:\n"
+        "  covey watch                          all runs below runs/, also those that begin later\n"
+        "  covey watch runs/my-001 runs/my-002  two runs\n"
+        "  covey watch runs/compare             the runs of a comparison\n"
+        "\n"
+        "Only this machine can open the page. To see runs of another machine, run covey watch there and, here,\n"
+        "  ssh -N -L 8808:127.0.0.1:8808 THAT_MACHINE\n"
+        "then open http://127.0.0.1:8808/ here."
+    )
+    option(
+        parser, "[RUN...]", "a run folder, a folder with runs below it, or a name below runs/ (all runs below runs/)"
+    )
+    port = "port on 127.0.0.1; 0: any free one (8808, or the next free one)"
+    option(parser, "--port PORT", port, number(int, 0, 65535))
+    option(parser, "--open", "open the page in the browser")
+
+
+def watch_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
+    """`covey watch`."""
+    from covey.watch.command import watch
+
+    try:
+        watch(arguments.runs, port=arguments.port, open_page=arguments.open, advise=advice_on)
+    except KeyboardInterrupt:  # the usual end
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after the ^C that the terminal shows
+
+
+REPORT = Command("report", "write a report of runs: one HTML file", _report_options, report_command)
+DIAGNOSE = Command("diagnose", "find faults in runs, with evidence and remedies", _diagnose_options, diagnose_command)
+WATCH = Command("watch", "show runs on a page in the browser, while they train and after", _watch_options,
+                watch_command, lasting=True)  # fmt: skip

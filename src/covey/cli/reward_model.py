@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from covey.cli.reward_model_options import OF_THE_RUN
+from covey.cli.options import (
+    RECIPE,
+    Command,
+    Parser,
+    add_fields,
+    given_fields,
+    number,
+    option,
+    option_of,
+)
+from covey.cli.train import resumed_run
 from covey.config import ConfigError, DatasetConfig, RunConfig
-from covey.config.fields import command, get_type_hints
+from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
-from covey.config.recipe import parse_value, read_recipe
-from covey.config.reward_models import RewardModelTraining, check_training, reward_model_fault
+from covey.config.recipe import read_recipe
+from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.llm.data.reward_examples import read_examples
 from covey.llm.data.rows import read_data
@@ -21,36 +30,82 @@ from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_new_file, check_run_dir, claim_run_dir, next_run_dir
 
 RUN_NAME = "reward_model"  # first part of a run folder's name
+MOST = 10**9  # prompts, completions
 MOST_CONTINUATIONS = 256  # for which there are random numbers
 
 
-def reward_model_command(arguments: argparse.Namespace, fields_given: list[str]) -> int | None:
-    """`covey reward-model ACTION`; returns the exit code of a stopped training, which has printed how to continue."""
-    return ACTIONS[arguments.action](arguments, fields_given)
+# Fields of a training that its evaluation uses too.
+EVALUATION_FIELDS = ("grade_loss", "grade_column", "max_tokens", "long_examples", "device", "precision", "threads")
+
+# Fields of a training that have options of their own, or none.
+OF_THE_RUN = ("data", "held_out", "run_dir", "algorithm", "steps")
+
+DATA = """\
+The data are a JSONL file with one JSON object on each line, of one of these kinds:
+  prompt, chosen, rejected        preference pairs, optionally with a margin; an outcome reward model
+  prompt, completion, grade       graded completions (true and false, or numbers); an outcome reward model
+  prompt, completions, labels     step labels (a list of texts, a list of labels); a process reward model
+Prompts and completions are strings or chat messages."""
+
+LABELLED = """\
+The recipe has the task, the model, the limits of sampling and the verifier: a reward that is always 1 or 0. Its fields
+are options too, such as --model and --max-new-tokens. The file is data for covey reward-model train."""
+
+
+def _train_options(parser: Parser) -> None:
+    parser.usage = "covey reward-model train DATA [options]\n       covey reward-model train --resume RUN_DIR"
+    parser.epilog = DATA
+    option(parser, "[DATA]", "JSONL file")
+    option(parser, "--held-out FILE", "JSONL file for the evaluation (a part of DATA)")
+    option(parser, "--run-dir DIR", "folder of the training (runs/reward_model-<number>)")
+    option(parser, "--resume RUN_DIR", "continue a stopped training from its last checkpoint")
+    add_fields(parser, RewardModelTraining, flags=False, without=OF_THE_RUN)
+
+
+def _eval_options(parser: Parser) -> None:
+    parser.usage = "covey reward-model eval MODEL DATA [options]"
+    parser.epilog = DATA
+    option(parser, "MODEL", "a reward model's folder, the run of its training, or a hub name")
+    option(parser, "DATA", "JSONL file")
+    option(parser, "--picture FILE", "write the reliability diagram to this PNG file")
+    add_fields(parser, RewardModelTraining, only=EVALUATION_FIELDS)
+
+
+def _label_options(parser: Parser) -> None:
+    parser.usage = "covey reward-model label RECIPE --output FILE [options] [--field value ...]"
+    parser.epilog = LABELLED
+    option(parser, "RECIPE", RECIPE)
+    option(parser, "--output FILE", "JSONL file to write", required=True)
+    option(parser, "--prompts N", "training prompts of the task", number(int, 1, MOST), 64)
+    option(parser, "--completions N", "completions of each prompt", number(int, 1, MOST), 4)
+    count = number(int, 1, MOST_CONTINUATIONS)
+    option(parser, "--continuations N", "continuations from the end of each step, at most 256", count, 8)
+    data = "steps with labels by continuation, for a process reward model; pairs of a right and a wrong completion, or "
+    option(parser, "--data steps|pairs|grades", data + "graded completions, for an outcome one", default="steps")
+    labels = "labels of steps: whether any continuation is right, or the share of right ones"
+    option(parser, "--estimate hard|soft", labels, default="hard")
+    other = "model that continues the steps, with the tokenizer of the recipe's model (the recipe's model)"
+    option(parser, "--completer MODEL", other, default="")
 
 
 def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | None:
     """`covey reward-model train`."""
-    given = _given(arguments)
+    texts = {item.name: getattr(arguments, item.name, None) for item in fields(RewardModelTraining)}
+    words = [word for name, text in texts.items() if text and name != "data" for word in (option_of(name), text)]
     if arguments.resume:
-        if arguments.data or arguments.held_out or arguments.run_dir or given:
-            raise ConfigError("a resumed training keeps the settings that it began with: leave out the other words")
-        run_dir = user_path(arguments.resume, "--resume: ")
-        check_run_dir(run_dir, resume=True)
+        run_dir = resumed_run(arguments.resume, arguments.data, *words)
         from covey.experiment.reward_models import resume_reward_model
 
         return EXIT_CODE if resume_reward_model(run_dir) is None else None
     if not arguments.data:
         raise ConfigError(f"name the data, such as: {command('reward-model', 'train', 'pairs.jsonl')}")
-    named = {name: getattr(arguments, name) for name in ("held_out", "run_dir") if getattr(arguments, name)}
-    config = replace(_config(given), data=arguments.data, **named)
+    config = _config(arguments)
     for name in filter(None, (config.data, config.held_out)):
         read_examples(name, config.grade_column)  # before torch is loaded
     check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
     from covey.experiment.advice import Launch
     from covey.experiment.reward_models import train_reward_model
 
-    words = [word for name, text in {**named, **given}.items() for word in (f"--{name.replace('_', '-')}", text)]
     folder = config.run_dir or (lambda: claim_run_dir(RUN_NAME))
     finished = train_reward_model(config, folder, Launch(config.data, tuple(words)))
     return EXIT_CODE if finished is None else None
@@ -59,7 +114,7 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
 def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey reward-model eval`."""
     name = arguments.model
-    config = _config({key: value for key, value in _given(arguments).items() if key != "model"})
+    config = _config(arguments)
     if fault := reward_model_fault(name, per_step=False):
         raise ConfigError(fault)
     read_examples(arguments.data, config.grade_column)
@@ -85,9 +140,7 @@ def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
 
 def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None:
     """`covey reward-model label`."""
-    counts = {name: _count(name, getattr(arguments, name)) for name in ("prompts", "completions", "continuations")}
-    if counts["continuations"] > MOST_CONTINUATIONS:
-        raise ConfigError(f"--continuations must be at most {MOST_CONTINUATIONS} (is {counts['continuations']})")
+    counts = {name: getattr(arguments, name) for name in ("prompts", "completions", "continuations")}
     output = user_path(arguments.output, "--output: ")
     check_new_file(output, "--output")
     config = read_recipe(arguments.recipe, fields_given, labels=True)
@@ -116,35 +169,24 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
     say(f"Next: {command('reward-model', 'train', output, '--model', config.model)}")
 
 
-def _count(name: str, text: str) -> int:
-    value: int = parse_value(text, int, f"--{name}")
-    if value < 1:
-        raise ConfigError(f"--{name} must be at least 1 (is {value})")
-    return value
-
-
-ACTIONS: dict[str, Any] = {"train": train_action, "eval": eval_action, "label": label_action}
-
-
-def _given(arguments: argparse.Namespace) -> dict[str, str]:
-    """The fields of the config that the command sets, as text."""
-    names = {item.name for item in fields(RewardModelTraining)} - set(OF_THE_RUN)
-    values = {name: getattr(arguments, name, None) for name in sorted(names)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _config(given: dict[str, str]) -> RewardModelTraining:
-    """The config with the given fields, checked.
+def _config(arguments: argparse.Namespace) -> RewardModelTraining:
+    """The config with the fields that the command sets, checked.
 
     Raises:
         ConfigError: for the first value that cannot be read, or is out of range.
     """
-    hints = get_type_hints(RewardModelTraining)
-    values = {name: parse_value(text, hints[name], f"--{name.replace('_', '-')}") for name, text in given.items()}
+    values = given_fields(arguments, RewardModelTraining)
     if "step_separator" in values:
         values["step_separator"] = values["step_separator"].replace("\\n", "\n")
-    if "trackers" in values:
-        values["trackers"] = tuple(values["trackers"])
     config = RewardModelTraining(**values)
     check_training(config)
     return config
+
+
+COMMAND = Command("reward-model", "train, evaluate and use models that score completions", lambda parser: None,
+                  lambda *_: None, lasting=True, actions=(
+    Command("train", "train a reward model on preference pairs, grades or step labels", _train_options, train_action),
+    Command("eval", "measure accuracy, AUC and calibration of a reward model", _eval_options, eval_action),
+    Command("label", "write training data from completions of a policy, which a verifier grades", _label_options,
+            label_action, takes_fields=True),
+))  # fmt: skip

@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from covey.cli.numbers import number
+from covey.cli.options import Command, Parser, number, option
 from covey.config import ConfigError
 from covey.config.fields import command, plural
 from covey.config.files import user_path
@@ -33,67 +32,40 @@ columns.NAME, parts of the reward reward_parts.NAME; mixed or nested values are 
 format: .parquet (needs pyarrow: pip install "covey[arrow]"), .jsonl or .csv."""
 
 
-def add_runs_options(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The options of `covey runs`; returns the parsers of its actions by name, of which `list` is the default."""
-    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    parsers = {}
-    for name, add_options, text in (
-        ("list", _list_options, "list runs with their state, result, size and age"),
-        ("prune", _prune_options, "remove old checkpoints of finished runs"),
-        ("export", _export_options, "write the rollouts of a run as one table: Parquet, JSONL or CSV"),
-    ):
-        layout = argparse.RawDescriptionHelpFormatter
-        parsers[name] = actions.add_parser(
-            name, help=text, description=text, formatter_class=layout, allow_abbrev=False
-        )
-        parsers[name].set_defaults(action=name, takes_fields=False)
-        add_options(parsers[name])
-    return parsers
-
-
-def _list_options(action: argparse.ArgumentParser) -> None:
-    action.usage = (
+def _list_options(parser: Parser) -> None:
+    parser.usage = (
         "covey runs [FOLDER] [options]\n"
         "       covey runs prune [RUN ...] [--keep N] [--yes]\n"
         "       covey runs export RUN FILE [--held-out]"
     )
-    action.epilog = EPILOG
-    action.add_argument("folder", nargs="?", default=ROOT, metavar="FOLDER", help=f"the folder to search ({ROOT})")
-    action.add_argument("--state", help=f"only runs in these states, with commas: {', '.join(STATES)}")
-    action.add_argument("--name", metavar="TEXT", help="only runs with this text in their path")
-    action.add_argument("--algorithm", help="only runs of this algorithm")
-    action.add_argument("--seed", type=int, help="only runs with this seed")
-    action.add_argument(
-        "--sort", choices=SORTED_BY, default="changed", metavar="KEY", help=f"{', '.join(SORTED_BY)} (changed)"
-    )
-    action.add_argument(
-        "--reverse", action="store_true", help="reverse the order, in which the newest or best is first"
-    )
-    action.add_argument("--json", action="store_true", help="one JSON list, for other programs")
+    parser.epilog = EPILOG
+    option(parser, "[FOLDER]", "the folder to search", default=ROOT)
+    option(parser, "--state STATES", f"only runs in these states, with commas: {', '.join(STATES)}")
+    option(parser, "--name TEXT", "only runs with this text in their path")
+    option(parser, "--algorithm ALGORITHM", "only runs of this algorithm")
+    option(parser, "--seed SEED", "only runs with this seed", int)
+    option(parser, "--sort KEY", f"{', '.join(SORTED_BY)}", default="changed", choices=SORTED_BY)
+    option(parser, "--reverse", "reverse the order, in which the newest or best is first")
+    option(parser, "--json", "one JSON list, for other programs")
 
 
-def _prune_options(action: argparse.ArgumentParser) -> None:
-    action.usage = "covey runs prune [RUN ...] [--keep N] [--yes]"
-    action.epilog = PRUNE_EPILOG
-    action.add_argument("runs", nargs="*", metavar="RUN", help=f"runs, or folders of runs ({ROOT})")
-    action.add_argument("--keep", type=number(int, 1, 1000), default=1, metavar="N", help="newest checkpoints kept (1)")
-    action.add_argument("--yes", action="store_true", help="remove; without it, only list what would be removed")
+def _prune_options(parser: Parser) -> None:
+    parser.usage = "covey runs prune [RUN ...] [--keep N] [--yes]"
+    parser.epilog = PRUNE_EPILOG
+    option(parser, "[RUN...]", f"runs, or folders of runs ({ROOT})")
+    option(parser, "--keep N", "newest checkpoints kept", number(int, 1, 1000), 1)
+    option(parser, "--yes", "remove; without it, only list what would be removed")
 
 
-def _export_options(action: argparse.ArgumentParser) -> None:
-    action.usage = "covey runs export RUN FILE [--held-out]"
-    action.epilog = EXPORT_EPILOG
-    action.add_argument("run", metavar="RUN", help="a run folder; it may still be running")
-    action.add_argument("file", metavar="FILE", help="a new file")
-    action.add_argument("--held-out", action="store_true", help="the held-out answers instead of the rollouts")
+def _export_options(parser: Parser) -> None:
+    parser.usage = "covey runs export RUN FILE [--held-out]"
+    parser.epilog = EXPORT_EPILOG
+    option(parser, "RUN", "a run folder; it may still be running")
+    option(parser, "FILE", "a new file")
+    option(parser, "--held-out", "the held-out answers instead of the rollouts")
 
 
-def runs_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
-    """`covey runs`."""
-    {"list": list_action, "prune": prune_action, "export": export_action}[arguments.action](arguments)
-
-
-def list_action(arguments: argparse.Namespace) -> None:
+def list_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey runs [FOLDER]`."""
     states = _states(arguments.state)
     folders = find_named_runs([arguments.folder])
@@ -118,7 +90,7 @@ def list_action(arguments: argparse.Namespace) -> None:
     plain_console(width=width).print(overview_table(runs))
 
 
-def prune_action(arguments: argparse.Namespace) -> None:
+def prune_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey runs prune`."""
     folders = find_named_runs(arguments.runs or [ROOT])
     from covey.tracking.pruning import plan_pruning, prune
@@ -146,7 +118,7 @@ def prune_action(arguments: argparse.Namespace) -> None:
         say(f"{size_text(freed)} would be freed; nothing is removed yet. Next: {again} --yes")
 
 
-def export_action(arguments: argparse.Namespace) -> None:
+def export_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey runs export`."""
     run, file = named_run(arguments.run), user_path(arguments.file)
     from covey.tracking.rollout_export import check_export, export_records
@@ -212,4 +184,10 @@ def _is_are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-DEFAULT_ACTION: dict[str, Any] = {"runs": "list"}  # of a command whose action can be left out
+COMMAND = Command("runs", "list runs, remove old checkpoints, export rollouts", lambda parser: None, lambda *_: None,
+                  default_action="list", actions=(
+    Command("list", "list runs with their state, result, size and age", _list_options, list_action),
+    Command("prune", "remove old checkpoints of finished runs", _prune_options, prune_action),
+    Command("export", "write the rollouts of a run as one table: Parquet, JSONL or CSV", _export_options,
+            export_action),
+))  # fmt: skip

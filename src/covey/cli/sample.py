@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from covey.cli.numbers import number
-from covey.cli.truncation import truncation_of
+from covey.cli.evaluate import add_truncation, truncation_of
+from covey.cli.options import MODEL, MOST_TOKENS, Command, Parser, number, option, temperature
 from covey.config import ConfigError, ConversationConfig, EvaluationConfig, RunConfig, SamplingConfig
 from covey.config.fields import check_fields, check_text
 from covey.config.llm import check_stop
@@ -18,30 +18,34 @@ from covey.config.rules import validate
 from covey.config.terminal import say
 
 MAX_NEW_TOKENS = 64
+LARGEST_SEED = 2**32 - 1
 NO_ENVIRONMENT = "none"
 EPILOG = """\
 Without PROMPT the model answers a held-out problem of its run, or of --recipe, and the rewards are shown. If that run
 has conversations, or with --environment, whole conversations are sampled: covey sample runs/guess_number_grpo-001"""
 
 
-def add_problem_options(command: argparse.ArgumentParser) -> None:
-    """Options of `covey sample` that say what the model answers, and with what environment."""
-    command.epilog = EPILOG
-    command.add_argument("--recipe", metavar="RECIPE", help="task, rewards and conversation of a recipe (the run's)")
-    command.add_argument(
-        "--problem", type=number(int, 0, 10**6), metavar="N", help="the held-out problem, from 0, without PROMPT (0)"
+def _options(parser: Parser) -> None:
+    parser.epilog = EPILOG
+    option(parser, "MODEL", MODEL)
+    option(parser, "[PROMPT]", "the user's message (a held-out problem of the run)")
+    option(parser, "--n N", "number of answers", number(int, 1, 10_000), 4)
+    option(parser, "--temperature T", "0 is greedy", temperature, 1.0)
+    longest = "longest answer, or turn of a conversation, in tokens (64, or the run's own)"
+    option(parser, "--max-new-tokens N", longest, number(int, 1, MOST_TOKENS))
+    option(parser, "--recipe RECIPE", "task, rewards and conversation of a recipe (the run's)")
+    option(parser, "--problem N", "the held-out problem, from 0, without PROMPT (0)", number(int, 0, 10**6))
+    option(
+        parser, "--environment NAME", "environment of conversations, as in a recipe; none: single answers (the run's)"
     )
-    command.add_argument(
-        "--environment",
-        metavar="NAME",
-        help="environment of conversations, as in a recipe; none: single answers (the run's)",
-    )
-    command.add_argument(
-        "--columns",
-        metavar="JSON",
-        help="columns of the data for the environment of a PROMPT, such as '{\"secret\": 7}'",
-    )
-    command.add_argument("--json", action="store_true", help="the records as JSON, one in a line, for other programs")
+    option(parser, "--columns JSON", "columns of the data for the environment of a PROMPT, such as '{\"secret\": 7}'")
+    option(parser, "--json", "the records as JSON, one in a line, for other programs")
+    stop = "text that ends an answer; several times for more (the run's)"
+    option(parser, "--stop TEXT", stop, action="append")
+    option(parser, "--system-prompt TEXT", "system message before the prompt (the run's)")
+    add_truncation(parser)
+    seed = "the same seed gives the same answers (0)"
+    option(parser, "--seed SEED", seed, number(int, 0, LARGEST_SEED), 0)
 
 
 def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -190,3 +194,6 @@ def _show(records: list[dict[str, Any]], *, as_json: bool) -> None:
     for place, record in enumerate(records, start=1):
         print()
         printer.rollout(place, record, own_baseline=False)
+
+
+COMMAND = Command("sample", "let a language model answer one prompt", _options, sample_command)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from covey.cli.field_help import field_line, field_options
+from covey.cli.options import RECIPE, Command, Parser, field_line, field_options, option
+from covey.cli.train import resumed_run
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
-from covey.config.files import user_path
 from covey.config.recipe import find_recipe, read_sft_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
 from covey.llm.data.sft_examples import read_rows, split_examples
@@ -24,13 +23,10 @@ OTHER_FIELDS = (
 )  # fmt: skip
 
 
-def add_sft_options(parser: Any) -> None:
-    """Add the options of `covey sft`."""
+def _options(parser: Parser) -> None:
     parser.usage = "covey sft RECIPE [--field value ...]\n       covey sft --resume RUN_DIR"
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file, or the name of a packaged recipe")
-    parser.add_argument(
-        "--resume", metavar="RUN_DIR", help="continue a stopped training, exactly from its last checkpoint"
-    )
+    option(parser, "[RECIPE]", RECIPE)
+    option(parser, "--resume RUN_DIR", "continue a stopped training, exactly from its last checkpoint")
     options = {f"{row.section}.{row.name}".lstrip("."): (option, row) for option, row in field_options(RunConfig)}
     own = [(option.replace(f"{SFT_TABLE}.", ""), row) for option, row in options.values() if row.section == SFT_TABLE]
     parser.epilog = "\n".join(
@@ -50,11 +46,7 @@ def add_sft_options(parser: Any) -> None:
 def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     """`covey sft`; returns the exit code of a stopped training, which has printed how to continue."""
     if arguments.resume:
-        if arguments.recipe or fields:
-            what = arguments.recipe or fields[0]
-            raise ConfigError(f"a resumed training keeps the settings that it began with: leave out {what}")
-        run_dir = user_path(arguments.resume)
-        check_run_dir(run_dir, resume=True)
+        run_dir = resumed_run(arguments.resume, arguments.recipe, *fields)
         from covey.experiment.sft import resume_sft
 
         return EXIT_CODE if resume_sft(run_dir) is None else None
@@ -73,3 +65,7 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
 
     folder = config.run_dir or (lambda: claim_run_dir(name))
     return EXIT_CODE if train_sft(config, folder, launch, examples) is None else None
+
+
+COMMAND = Command("sft", "train a language model on given completions, as a warm start", _options, sft_command,
+                  takes_fields=True, lasting=True)  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.numbers import number
+from covey.cli.options import Command, Parser, number, option, option_of
 from covey.cli.runs import named_run
 from covey.config import ConfigError
 from covey.config.terminal import say
@@ -28,28 +28,27 @@ shows the held-out problems whose score changed most, before training and in the
 --step). A run may still be running. For pages: covey show RUN --best --limit 100 | less"""
 
 
-def add_show_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `covey show`."""
+def _options(parser: Parser) -> None:
     parser.usage = "covey show RUN [--step N] [--group K]\n       covey show RUN [--held-out] [filters]"
     parser.epilog = EPILOG
-    parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("--step", type=number(int, 0, 10**12), metavar="N", help="the training step (the last)")
-    parser.add_argument("--group", type=number(int, 0, 10**12), metavar="K", help="the group, as the step numbers it")
-    parser.add_argument("--best", action="store_true", help="the rollouts with the highest rewards")
-    parser.add_argument("--worst", action="store_true", help="the rollouts with the lowest rewards")
-    parser.add_argument("--failed", action="store_true", help="rollouts that could not be graded")
-    parser.add_argument("--truncated", action="store_true", help="rollouts that a limit ended")
-    parser.add_argument("--no-signal", action="store_true", help="groups whose rewards are all equal")
-    parser.add_argument("--text", metavar="WORDS", help="rollouts with these words in the prompt or the completion")
-    parser.add_argument("--held-out", action="store_true", help="answers to held-out problems, before and after")
-    parser.add_argument("--limit", type=number(int, 1, 10**9), default=5, metavar="N", help="how many are shown (5)")
-    parser.add_argument("--full", action="store_true", help="long texts as a whole")
-    parser.add_argument("--json", action="store_true", help="the records as JSON, for other programs")
+    option(parser, "RUN", "a run folder")
+    option(parser, "--step N", "the training step (the last)", number(int, 0, 10**12))
+    option(parser, "--group K", "the group, as the step numbers it", number(int, 0, 10**12))
+    option(parser, "--best", "the rollouts with the highest rewards")
+    option(parser, "--worst", "the rollouts with the lowest rewards")
+    option(parser, "--failed", "rollouts that could not be graded")
+    option(parser, "--truncated", "rollouts that a limit ended")
+    option(parser, "--no-signal", "groups whose rewards are all equal")
+    option(parser, "--text WORDS", "rollouts with these words in the prompt or the completion")
+    option(parser, "--held-out", "answers to held-out problems, before and after")
+    option(parser, "--limit N", "how many are shown", number(int, 1, 10**9), 5)
+    option(parser, "--full", "long texts as a whole")
+    option(parser, "--json", "the records as JSON, for other programs")
 
 
 def show_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey show`."""
-    filters = [f"--{name.replace('_', '-')}" for name in FILTERS if getattr(arguments, name)]
+    filters = [option_of(name) for name in FILTERS if getattr(arguments, name)]
     if arguments.best and arguments.worst:
         raise ConfigError("--best and --worst are opposites: name one of them")
     if arguments.group is not None and (filters or arguments.held_out):
@@ -189,3 +188,6 @@ def _printer(reader: RunReader, arguments: argparse.Namespace) -> RolloutPrinter
 def _print_json(document: Any) -> None:
     """Print JSON in ASCII, so that no character of a model reaches the terminal as it is."""
     print(json.dumps(document, indent=2))
+
+
+COMMAND = Command("show", "show rollouts of a run: siblings with their rewards, or a search", _options, show_command)

@@ -38,13 +38,10 @@ from covey.comparison.report import (
     terminal_table,
 )
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config.faults import faults_of
 from covey.config.fields import plural
-from covey.config.files import shortened, user_path
+from covey.config.files import faults_of, read_below, shortened, user_path
 from covey.config.machine import check_threads, processors
-from covey.config.plain_files import read_below
-from covey.config.recipe import find_recipe, read_recipe, split_overrides
-from covey.config.recipe_writing import config_to_dict, first_difference, task_name
+from covey.config.recipe import config_to_dict, find_recipe, first_difference, read_recipe, split_overrides, task_name
 from covey.experiment.advice import Launch
 from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOCK_FILE, FolderLock, check_run_dir, holds_run, write_atomically

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from covey.config.faults import path_error
-from covey.config.plain_files import read_below
+from covey.config.files import path_error, read_below
 from covey.tracking.run_store import SUMMARY_FILE, read_metrics
 from covey.tracking.wording import SECONDS, Wording, find_wording
 

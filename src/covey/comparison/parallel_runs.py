@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
-from covey.config.faults import machine_error
-from covey.runtime.safe_path import leave_safe_path, safe_path, variable
+from covey.config.files import machine_error
+from covey.runtime.variables import leave_safe_path, safe_path, variable
 from covey.tracking.output import plain_console
 from covey.tracking.run_folder import LOG_FILE
 from covey.tracking.run_state import last_step

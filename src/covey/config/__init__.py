@@ -46,10 +46,9 @@ from covey.config.llm import (
     SelectionConfig,
     UpdateConfig,
 )
-from covey.config.lora import LoRAConfig
-from covey.config.model_sources import EMBEDDED_MODELS
+from covey.config.model_sources import EMBEDDED_MODELS, LoRAConfig
 from covey.config.rewards import RewardConfig
-from covey.config.sampler import SamplerConfig
+from covey.config.servers import SamplerConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import (
     TASK_CONFIGS,

@@ -45,7 +45,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         ConfigError: naming the first field, with `prefix`, that has an invalid value.
     """
     for where, item, hint, value in iter_fields(config, prefix):
-        _check_value(where, item, hint, value)
+        check_value(where, item, hint, value)
 
 
 def iter_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any, Any]]:
@@ -94,7 +94,7 @@ def or_list(words: list[str] | tuple[str, ...]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
+def check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
     """Check one value against the type, the choices and the limits of its field."""
     kind, is_list, optional = plain_type(hint)
     if value is None and optional:

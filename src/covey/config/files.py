@@ -1,20 +1,26 @@
-"""Reads the user's files safely: valid paths, plain files of bounded size, UTF-8, and TOML and JSON with bounded
-nesting, integers of 64 bits and no duplicate key.
+"""Reads files safely, and says in one line what is wrong.
+
+The user's files: valid paths, plain files of bounded size, UTF-8, and TOML and JSON with bounded nesting, integers of
+64 bits and no duplicate key. Faults of the machine: a full disk, a missing permission, too little memory. Files below a
+folder for a reader that must not leave it (`open_below`): no links, plain files only.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from covey.config.common import ConfigError
-from covey.config.faults import path_error
+from covey.config.common import ConfigError, MachineError
 
 LARGEST_DOCUMENT = 16 << 20  # bytes of a JSON document; real ones have a few kilobytes
 LONGEST_MODEL_CONFIG = 1 << 20  # bytes of a config.json
@@ -274,3 +280,249 @@ def read_assignments(entries: Sequence[str], where: str, *, example: str, taken:
             raise ConfigError(f"{where} has {name} twice")
         found[name] = value
     return found
+
+
+_ADVICE = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "make the file system writable or move the folder to another disk",
+    errno.EIO: "the disk has a defect, move the folder to another disk",
+    errno.EACCES: "give yourself permission to it",
+    errno.EPERM: "give yourself permission to it",
+    errno.ENOENT: "the file or its folder was deleted, put it back",
+    errno.ENOTDIR: "a file has taken the place of a folder, put the folder back",
+    errno.EISDIR: "a folder has taken the place of a file, remove it",
+    errno.EEXIST: "something else has that name, move it away",
+    errno.ELOOP: "a link there leads to itself, remove it",
+    errno.ESTALE: "the network file system lost it, mount it again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close other programs, the system has too many open files",
+}
+# Error codes of an unusable path, a mistake of the user's. Every other code is a fault of the machine.
+_MISTAKES = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO,
+}  # fmt: skip
+_LESS_MEMORY = "close other programs, or make the run smaller (covey plan shows what takes memory)"
+# Messages of torch, oneDNN and C++ for a failed allocation, of Python for a thread without a stack, of the linker.
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|bad_alloc|could not create a memory|out of memory|Cannot allocate memory"
+    r"|can't start new thread|failed to map segment",
+    re.IGNORECASE,
+)
+# Forms in which libraries written in Rust, such as safetensors, and torch, when it opens their files, print an errno.
+_NAMED_CODE = re.compile(r"\(os error (\d+)\)|unable to \w+ .*file.*: .* \((\d+)\)")
+
+
+def machine_error(error: BaseException, path: str | Path = "") -> MachineError | None:
+    """Convert `error` to a MachineError of one line; None if it is not a fault of the machine.
+
+    Args:
+        path: the file that was read or written, if the error itself does not name it.
+    """
+    if isinstance(error, MachineError):
+        return error
+    if isinstance(error, (BrokenPipeError, ConnectionError, TimeoutError)):  # another program's or the network's
+        return None
+    text = " ".join(str(error).split())
+    code = _code(error)
+    if isinstance(error, MemoryError) or code == errno.ENOMEM or (code is None and _lacks_memory(error, text)):
+        return MachineError(f"there is not enough memory ({_shortened(text) or 'MemoryError'}): {_LESS_MEMORY}")
+    if code is None:
+        return None
+    name = getattr(error, "filename", None) or path
+    where = f"cannot use {os.fsdecode(name)}" if name else "a file cannot be used"
+    return MachineError(f"{where} ({os.strerror(code)}): {_ADVICE.get(code, 'mend that')}")
+
+
+@contextmanager
+def faults_of(path: str | Path) -> Iterator[None]:
+    """Context manager that turns a fault of the machine at `path` into a MachineError that names it.
+
+    Raises:
+        MachineError: for a fault of the machine. Other exceptions pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        fault = machine_error(error, path)
+        if fault is None or fault is error:
+            raise
+        raise fault from error
+
+
+def path_error(error: Exception, what: str, path: str | Path = "") -> ConfigError | MachineError:
+    """The exception to raise for a path that the user named: MachineError or, for a mistake of the user's, ConfigError.
+
+    Args:
+        what: beginning of the ConfigError's message, such as "cannot read data.jsonl".
+        path: the file that was read or written, if the error itself does not name it.
+    """
+    fault = None if _code(error) in _MISTAKES else machine_error(error, path)
+    reason = (str(getattr(error, "strerror", "") or error).strip() or type(error).__name__).splitlines()[0]
+    return fault or ConfigError(f"{what}: {reason}")
+
+
+def _code(error: BaseException) -> int | None:
+    """The errno of an error, which may be in its text only if a library written in Rust raised it."""
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT  # safetensors raises it without a number, also for a missing permission
+    if isinstance(error, OSError):
+        return error.errno
+    found = _NAMED_CODE.search(str(error)) if isinstance(error, Exception) else None
+    return int(found[1] or found[2]) if found else None
+
+
+def _lacks_memory(error: BaseException, text: str) -> bool:
+    return isinstance(error, (RuntimeError, ImportError)) and bool(_NO_MEMORY.search(text))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 120 else text[:120] + "..."
+
+
+LARGEST_FILE = 256 << 20  # bytes of a file that is read whole
+LARGEST_RECORDS = 4 << 30  # bytes of the records of a whole training
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would block
+
+
+class Refused(ConfigError, OSError):
+    """A name that leads out of the folder, or is not a plain file; the message is one line.
+
+    A reader that does without unreadable files skips it with them, and a command tells it to the user.
+    """
+
+
+class TooLarge(Refused):
+    """A file that is larger than the reader's limit; the message is one line."""
+
+
+@contextmanager
+def open_below(folder: Path, *parts: str) -> Iterator[BufferedReader]:
+    """Context manager: a plain file below `folder`, open for reading.
+
+    Args:
+        folder: an existing folder, which may be a link itself.
+        parts: the names of the folders on the way and of the file. None of them may be a link.
+
+    Raises:
+        Refused: for a link, a folder, a pipe, a device or a socket, and for a part that is not a name.
+        OSError: if the file does not exist or cannot be read.
+    """
+    with _folder_below(folder, *parts[:-1]) as descriptor:
+        name = _checked(parts[-1])
+        path = folder.joinpath(*parts)
+        if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+            raise Refused(f"{path} is a link or not a plain file: remove it")
+        file = _open(name, _READ, descriptor, path)
+    with open(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):  # it was replaced in between
+            raise Refused(f"{path} is a link or not a plain file: remove it")
+        yield opened
+
+
+@contextmanager
+def append_below(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Context manager: a plain file in `folder`, open for appending; it is created if it does not exist.
+
+    Raises:
+        Refused: for a link, a folder, a pipe, a device or a socket.
+        OSError: if it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with _folder_below(folder) as descriptor:
+        file = _open(_checked(name), flags, descriptor, folder / name)
+    if not stat.S_ISREG(os.fstat(file).st_mode):  # a device, or a pipe that another process reads
+        os.close(file)
+        raise Refused(f"{folder / name} is a link or not a plain file: remove it")
+    with open(file, "ab") as opened:
+        yield opened
+
+
+def read_below(folder: Path, *parts: str, most: int = LARGEST_FILE) -> bytes:
+    """The bytes of a plain file below `folder`.
+
+    Raises:
+        Refused, OSError: as `open_below`.
+        TooLarge: if it has more than `most` bytes.
+    """
+    with open_below(folder, *parts) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise TooLarge(f"{folder.joinpath(*parts)} has more than {most >> 20} MiB: remove it")
+        content = file.read(size + 1)  # it may have grown
+    return content[:most]
+
+
+def read_end(folder: Path, *parts: str, most: int) -> tuple[bytes, bool]:
+    """The last bytes of a plain file below `folder`, at most `most`, and True if they are all.
+
+    Raises:
+        Refused, OSError: as `open_below`.
+    """
+    with open_below(folder, *parts) as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most)
+        file.seek(begin)
+        return file.read(most), not begin
+
+
+def files_below(folder: Path, *parts: str) -> list[tuple[str, os.stat_result]]:
+    """Name and status of each plain file in a folder below `folder`, in no order; empty if there is no such folder.
+
+    Raises:
+        Refused: for a link.
+        OSError: if it cannot be read.
+    """
+    found = []
+    try:
+        with _folder_below(folder, *parts) as descriptor, os.scandir(descriptor) as entries:
+            for entry in entries:
+                with suppress(OSError):  # deleted in between
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((entry.name, status))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return found
+
+
+def status_below(folder: Path, *parts: str) -> os.stat_result | None:
+    """The status of a plain file below `folder`; None if there is none that could be opened."""
+    try:
+        with _folder_below(folder, *parts[:-1]) as descriptor:
+            status = os.stat(_checked(parts[-1]), dir_fd=descriptor, follow_symlinks=False)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+@contextmanager
+def _folder_below(folder: Path, *parts: str) -> Iterator[int]:
+    """Context manager: the descriptor of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            inner = _open(_checked(part), _READ | os.O_DIRECTORY, descriptor, folder.joinpath(*parts))
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open(name: str, flags: int, folder: int, path: Path) -> int:
+    try:
+        return os.open(name, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        is_link = error.errno in (errno.ELOOP, errno.EMLINK)
+        if error.errno == errno.ENOTDIR:  # Linux's answer for a link where a folder is expected
+            is_link = stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        if is_link or error.errno == errno.ENXIO:
+            raise Refused(f"{path} is a link or not a plain file: remove it") from error
+        raise
+
+
+def _checked(part: str) -> str:
+    if part in ("", ".", "..") or "/" in part or "\0" in part:
+        raise Refused("that is not a name of a file")
+    return part

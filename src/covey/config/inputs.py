@@ -8,13 +8,11 @@ from pathlib import Path
 
 from covey.config.control import ControlConfig
 from covey.config.conversation import BUILT_IN_ENVIRONMENTS
-from covey.config.data_paths import data_files
-from covey.config.faults import faults_of
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.llm import RunConfig
-from covey.config.lora import adapter_files
-from covey.config.named_modules import find_module, place_of
-from covey.config.reward_models import model_files
+from covey.config.model_sources import adapter_files
+from covey.config.named_modules import data_files, find_module, place_of
+from covey.config.sft import model_files
 from covey.config.tasks import DatasetConfig
 
 

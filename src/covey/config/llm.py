@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.builtin_rewards import PROCESS_MIB
 from covey.config.common import (
     BY_GROUP,
     CheckpointConfig,
@@ -23,10 +22,10 @@ from covey.config.common import (
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
 from covey.config.files import read_assignments
-from covey.config.lora import LoRAConfig
+from covey.config.model_sources import LoRAConfig
 from covey.config.named_modules import check_function_name
-from covey.config.rewards import RewardConfig
-from covey.config.sampler import SamplerConfig
+from covey.config.rewards import PROCESS_MIB, RewardConfig
+from covey.config.servers import SamplerConfig
 from covey.config.sft import SFTConfig
 from covey.config.tasks import TASK_CONFIGS
 

@@ -1,4 +1,4 @@
-"""Functions and modules that a recipe names: which ones it may, and where their process looks for modules.
+"""Functions, modules and data files that a recipe names: which ones it may, and where their process looks for modules.
 
 A recipe may be a stranger's, so a name in it must not reach any code that is installed: `subprocess:Popen` with options
 would start a program. A recipe names the user's own files, and installed packages that depend on the library for which
@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import threading
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from covey.config.common import ConfigError
 from covey.config.fields import check_text, did_you_mean, missing_file
-from covey.config.files import read_file, user_path
+from covey.config.files import read_file, read_json, user_path
 
 _SITE = {"site-packages", "dist-packages"}  # folders of installed packages
 _OWN = "a recipe names your own files"
@@ -228,3 +229,62 @@ def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:
     if used & _DYNAMIC or {"*", "__getattr__"} & {*names}:
         return None
     return {name: value if names.count(name) == 1 else None for name, value in found}
+
+
+SUFFIXES = (".parquet", ".arrow", ".feather")
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"  # of the package datasets
+
+
+def check_data(name: str, where: str, others: Sequence[str] = ()) -> None:
+    """Refuse a data file that is missing or cannot be read on this machine.
+
+    Args:
+        where: the field that names it, for messages.
+        others: what the field may name besides files.
+
+    Raises:
+        ConfigError: in one line, with the fix.
+    """
+    path = user_path(name, f"{where}: ")
+    if not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{where}: {missing_file(path, name)}{did_you_mean(name, list(others))}")
+    if is_arrow(path):
+        data_files(path, f"{where}: {name}")
+        if find_spec("pyarrow") is None:
+            raise ConfigError(f'{where}: {name} is read with pyarrow: pip install "covey[arrow]"')
+
+
+def is_arrow(file: Path) -> bool:
+    """True for a folder, and for a file with the suffix of Parquet or Arrow."""
+    return file.suffix.lower() in SUFFIXES or file.is_dir()
+
+
+def data_files(path: Path, name: str) -> list[Path]:
+    """The data files of a path: the file itself, or those of a folder of the package datasets.
+
+    Raises:
+        ConfigError: if a folder holds no data set, or several.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / SPLITS_FILE).is_file():
+        splits = read_json(path / SPLITS_FILE)
+        names = splits.get("splits") if isinstance(splits, dict) else None
+        inside = ", ".join(f"{name.rstrip('/')}/{split}" for split in names) if isinstance(names, list) else ""
+        raise ConfigError(f"{name} has several data sets; name one of them{': ' if inside else ''}{inside}")
+    if not (path / STATE_FILE).is_file():
+        raise ConfigError(
+            f"{name} is a folder without {STATE_FILE}, so it is not a data set that datasets saved with save_to_disk; "
+            "name a file, or such a folder"
+        )
+    state = read_json(path / STATE_FILE)
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    try:
+        files = [Path(entry["filename"]) for entry in listed or ()]
+    except (TypeError, KeyError):
+        files = []
+    if not files or any(len(file.parts) != 1 or file.parts[0] == ".." for file in files):
+        raise ConfigError(f"{name}: {STATE_FILE} lists no data files; save the data set again")
+    if missing := next((file for file in files if not (path / file).is_file()), None):
+        raise ConfigError(f"{name}: the file {missing}, which {STATE_FILE} lists, is missing; save the data set again")
+    return [path / file for file in files]

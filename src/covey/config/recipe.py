@@ -1,27 +1,26 @@
-"""Reads recipes: TOML and command-line overrides to a RunConfig or a ControlConfig."""
+"""Reads recipes, TOML and command-line overrides, to a RunConfig or a ControlConfig, and writes configs as TOML."""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import json
 import logging
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RewardConfig, RunConfig
 from covey.config.fields import command, describe_type, did_you_mean, did_you_mean_file, get_type_hints, plain_type
 from covey.config.files import read_toml, unusual_kind, user_path
 from covey.config.follow import follow
-from covey.config.foreign_names import answer
-from covey.config.recipe_writing import plain, to_toml
-from covey.config.reward_models import REWARD_MODEL_ALGORITHM, RewardModelTraining
 from covey.config.rules import validate, validate_sft
-from covey.config.sft import SFT_ALGORITHM, SFT_TABLE
+from covey.config.sft import REWARD_MODEL_ALGORITHM, SFT_ALGORITHM, SFT_TABLE, RewardModelTraining
 
 _log = logging.getLogger(__name__)
 
@@ -413,3 +412,148 @@ def describe_recipe(name: str) -> str:
     lines = (PACKAGED_RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"; |\. |\.$", comment)[0]
+
+
+def config_to_dict(config: RunConfig | ControlConfig | RewardModelTraining) -> dict[str, Any]:
+    """The config as nested dicts of plain values, ready for TOML or JSON; unset fields are left out.
+
+    `config_from_dict` reads it back to an equal config.
+    """
+    tables: dict[str, Any] = plain(config)
+    if isinstance(config, RunConfig) and config.task is not None:
+        tables["task"] = {"name": task_name(config.task), **plain(config.task)}
+    if isinstance(config, RunConfig):
+        tables["rewards"] = [_reward(reward) for reward in config.rewards]
+    return tables
+
+
+def first_difference(first: Any, second: Any, where: str = "") -> str:
+    """The dotted name of the first value in which two nested tables differ; '' if they are equal."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            name = f"{where}.{key}" if where else str(key)
+            if key not in first or key not in second:
+                return name
+            if found := first_difference(first[key], second[key], name):
+                return found
+        return ""
+    return "" if first == second else where
+
+
+def task_name(task: Any) -> str:
+    """The name of the task with this config, as in a recipe."""
+    return next(name for name, kind in TASK_CONFIGS.items() if kind is type(task))
+
+
+def _reward(reward: RewardConfig) -> dict[str, Any]:
+    """A [[rewards]] table without the fields of other rewards, which have their defaults."""
+    unused = {
+        item.name
+        for item in fields(reward)
+        if not reward.uses(item.name) and getattr(reward, item.name) == item.default
+    }
+    return {name: value for name, value in plain(reward).items() if name not in unused}
+
+
+def plain(value: Any) -> Any:
+    if is_dataclass(value):
+        pairs = ((item.name, getattr(value, item.name)) for item in fields(value))
+        return {name: plain(item) for name, item in pairs if item is not None}
+    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def config_to_toml(config: RunConfig | ControlConfig | RewardModelTraining) -> str:
+    """The config as TOML that reads back equal."""
+    return _toml(config_to_dict(config))
+
+
+def changes_to_toml(config: RunConfig | ControlConfig) -> str:
+    """The fields whose values are not their defaults, as TOML that reads back to an equal config."""
+    tables = config_to_dict(config)
+    defaults = config_to_dict(type(config)())
+    if "task" in tables:
+        defaults["task"] = plain(type(config.task)())  # type: ignore[union-attr]
+    rewards = tables.pop("rewards", ())
+    changed = {}
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            value = _without(value, defaults.get(name, {}))
+        if value != {} and value != defaults.get(name):
+            changed[name] = value
+    return _toml(changed | {"rewards": [_without(reward, plain(RewardConfig())) for reward in rewards]})
+
+
+def _without(table: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in defaults or value != defaults[name]}
+
+
+def _toml(tables: dict[str, Any]) -> str:
+    lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
+    for reward in tables.get("rewards", ()):
+        lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_config(config: RunConfig | ControlConfig | RewardModelTraining, path: Path) -> None:
+    """Write the resolved config as TOML; `read_recipe` reads it back equal."""
+    path.write_text(config_to_toml(config), encoding="utf-8")
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{name} = {to_toml(value)}"
+
+
+def to_toml(value: Any) -> str:
+    """A plain value in TOML. JSON's string escapes are TOML's; unprintable characters are escaped too."""
+    if isinstance(value, list):
+        return f"[{', '.join(to_toml(item) for item in value)}]"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+class ForeignName(NamedTuple):
+    """covey's counterpart of another library's name.
+
+    Attributes:
+        libraries: the libraries that have the name.
+        fields: dotted names of covey's fields for it.
+        note: the difference from covey's field, or the reason why there is none.
+    """
+
+    libraries: str
+    fields: tuple[str, ...]
+    note: str
+
+
+@cache
+def foreign_names() -> dict[str, ForeignName]:
+    """The table in `foreign_names.toml`."""
+    table = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8"))
+    return {
+        name: ForeignName(libraries, tuple(fields.split()), "".join(note))
+        for name, (libraries, fields, *note) in table.items()
+    }
+
+
+def answer(name: str, known: Collection[str], elsewhere: str) -> str:
+    """covey's name for `name`, or the reason why there is none, in one line; '' if no other library has the name.
+
+    Args:
+        name: the unknown name, with dots and either - or _, such as "actor_rollout_ref.rollout.n".
+        known: dotted names of the fields that this kind of recipe has.
+        elsewhere: in words, the kind of recipe that has the field if this kind does not.
+    """
+    last = name.replace("-", "_").lower().rpartition(".")[2]
+    found = foreign_names().get(last)
+    if found is None:
+        return ""
+    whose = f"{found.libraries}: {last}"
+    if not found.fields:
+        return f"{whose} has no counterpart; {found.note}"
+    here = [field for field in found.fields if field in known]
+    fields = " and ".join(here or found.fields)
+    where = "" if here else f", in recipes for {elsewhere}"
+    return f"{whose} is covey's {fields}{where}" + (f"; {found.note}" if found.note else "")

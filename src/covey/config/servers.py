@@ -1,4 +1,4 @@
-"""Servers that a config names: their addresses, and the access tokens that they take."""
+"""Servers: the [sampler] table, the options of `covey serve`, addresses, and access tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import re
 import secrets
 import stat
 from base64 import b64encode
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from covey.config.common import ConfigError
-from covey.config.faults import path_error
+from covey.config.common import ConfigError, Fault, Table, config_field
 from covey.config.fields import missing_file
-from covey.config.files import make_folder, read_file, shortened
+from covey.config.files import make_folder, path_error, read_file, shortened, user_path
 
 ENDPOINT = "/chat/completions"
 
@@ -199,3 +200,172 @@ def own_token(path: Path) -> str:
     except OSError as error:
         raise path_error(error, f"the access token cannot be written to {path}") from error
     return read_token(path, "the access token")
+
+
+@dataclass(frozen=True)
+class SamplerConfig(Table):
+    SWITCH = ("kind",)
+
+    kind: str = config_field(
+        "local",
+        "where completions are generated: in the training process (local), by covey serve (covey), or by covey serve "
+        "--vllm (vllm)",
+        choices=("local", "covey", "vllm"),
+        advanced=True,
+    )
+    servers: tuple[str, ...] = config_field(
+        (), 'addresses of running samplers, such as ["http://127.0.0.1:8801"]', advanced=True
+    )
+    start: int = config_field(
+        0, "number of covey serve processes that the run starts on this machine, and ends", min=0, max=64, advanced=True
+    )
+    token_file: str = config_field(
+        "",
+        "file with the samplers' access token, which only its owner may read; empty: the one that covey serve creates "
+        "in the user's config folder, for samplers on this machine",
+        advanced=True,
+    )
+    transport: str = config_field(
+        "file",
+        "how weights travel: a file in memory or in sampler.folder, or a process group of torch.distributed",
+        choices=("file", "group"),
+        advanced=True,
+    )
+    folder: str = config_field(
+        "",
+        "transport file: folder that the run and its samplers see under this path; empty: a private one in memory or, "
+        "if there is no room, in the folder of temporary files",
+        advanced=True,
+    )
+    timeout: float = config_field(
+        600.0, "seconds in which a sampler must answer a request, its waiting time included", above=0, max=86400,
+        advanced=True,
+    )  # fmt: skip
+    attempts: int = config_field(
+        3, "samplers that the completions of a prompt are asked for, one after the other", min=1, max=100, advanced=True
+    )
+    max_mismatch: float = config_field(
+        3.0,
+        "a sampler is refused if its log-probabilities differ from the trainer's by this multiple of the difference at "
+        "the first weights",
+        above=1,
+        max=1000,
+        advanced=True,
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        if self.kind == "local":
+            return
+        if self.kind == "vllm" and self.start:
+            yield Fault(
+                "sampler.start starts covey serve: for vLLM, start covey serve --vllm, and name it in sampler.servers"
+            )
+        if self.start and self.servers:
+            yield Fault("sampler has both servers and start: name running servers, or let the run start them")
+        if not self.start and not self.servers:
+            start = "covey serve --vllm" if self.kind == "vllm" else "covey serve, or set sampler.start"
+            yield Fault(f"sampler.kind is {self.kind}, and sampler.servers names no server: start {start}")
+        if self.transport == "group" and self.folder:
+            yield Fault("sampler.folder is for files, and sampler.transport is group: remove one of them")
+
+    def check(self) -> None:
+        if self.kind == "local":
+            return
+        hosts = [_host(address) for address in self.servers]
+        if len(set(hosts)) < len(hosts):
+            raise ConfigError("sampler.servers has an address twice: name each server once")
+        elsewhere = next((host for host, _ in hosts if not is_local(host)), "")
+        if elsewhere and not self.token_file:
+            raise ConfigError(
+                f"sampler.servers: {elsewhere} is another machine, so sampler.token_file must name the file with its "
+                "access token; keep the connection on a private network, because it is not encrypted"
+            )
+        if elsewhere and self.transport == "file" and not self.folder:
+            raise ConfigError(
+                f"sampler.servers: {elsewhere} is another machine, so sampler.folder must name a folder that both see "
+                "under this path, or sampler.transport must be group"
+            )
+        if self.folder and not user_path(self.folder, "sampler.folder: ").is_dir():
+            raise ConfigError(f"sampler.folder: there is no folder {self.folder}: create it")
+        if self.token_file:
+            read_token(user_path(self.token_file, "sampler.token_file: "), "sampler.token_file")
+
+
+def _host(address: str) -> tuple[str, int]:
+    """Host and port of a server's address."""
+    parts, port = parse_address(address, "sampler.servers: ")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("sampler.servers has an address with a user name: the access token is in sampler.token_file")
+    plain = not (parts.query or parts.fragment or parts.path.strip("/") or re.search(r"[\s\\]", address))
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+        raise ConfigError(
+            f"sampler.servers must be addresses such as http://127.0.0.1:8801, without a path (is {shortened(address)})"
+        )
+    return parts.hostname, port if port is not None else (443 if parts.scheme == "https" else 80)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `covey serve`."""
+
+    model: str
+    host: str = config_field("127.0.0.1", "address to accept connections at")
+    port: int = config_field(8801, "its port; 0: a free one", min=0, max=65535)
+    token_file: str = config_field("", "file with the access token, which only its owner may read")
+    folder: str = config_field("", "folder below which files with weights are read (a private one)")
+    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    precision: str = config_field("auto", "precision, that of the run", choices=("auto", "bf16", "fp32"))
+    threads: int = config_field(0, "CPU threads; 0: one per core", min=0, max=100_000)
+    rows: int = config_field(0, "completions decoded together; 0: by memory", min=0, max=1_000_000)
+    child: bool = False  # True: end when the process that has started this one ends
+
+    def token(self) -> str:
+        """The access token of the server.
+
+        Raises:
+            ConfigError: if the server would be reachable from other machines with the default token.
+        """
+        if self.token_file:
+            return read_token(user_path(self.token_file, "--token-file: "), "--token-file")
+        try:
+            local = is_this_machine(self.host)
+        except ValueError:
+            raise ConfigError(f"--host must be an address such as 127.0.0.1 (is {self.host!r})") from None
+        if not local:
+            raise ConfigError(
+                f"--host {self.host} is reachable from other machines: name a --token-file that only you may read, and "
+                "keep the port on a private network"
+            )
+        return own_token(default_token_file())
+
+    def weights_folder(self) -> Path | None:
+        """The folder below which files with weights are read; None: private ones.
+
+        Raises:
+            ConfigError: if there is no such folder.
+        """
+        if not self.folder:
+            return None
+        folder = user_path(self.folder, "--folder: ")
+        if not folder.is_dir():
+            raise ConfigError(f"--folder: there is no folder {self.folder}")
+        return folder
+
+
+LONGEST_PROBE = 64  # tokens; the probe at the start needs less
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """The options of `covey serve --vllm` beside those of `covey serve`."""
+
+    vllm_python: str = config_field(".scale-venv/bin/python", "the interpreter of its environment")
+    slots: int = config_field(64, "completions generated at once", min=1, max=4096)
+    max_model_len: int = config_field(
+        2048, "longest prompt with its completion, in tokens", min=LONGEST_PROBE, max=1 << 20
+    )
+    batched_tokens: int = config_field(
+        0, "tokens in a forward pass, at least --max-model-len; 0: chosen", min=0, max=1 << 20
+    )
+    kv_gib: int = config_field(2, "on CPUs: GiB of keys and values", min=1, max=1024)
+    eager: bool = config_field(False, "start sooner, without compilation, and generate more slowly")

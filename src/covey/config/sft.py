@@ -1,14 +1,26 @@
-"""The [sft] table: supervised fine-tuning on given completions, which `covey sft` does before `covey train`."""
+"""Supervised trainings: the [sft] table of `covey sft`, and the config of `covey reward-model train`; reward models by
+name.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from covey.config.common import ConfigError, Table, config_field
-from covey.config.data_paths import check_data
-from covey.config.files import user_path
-from covey.config.model_sources import CONFIG_FILE
-from covey.config.named_modules import check_function_name
+from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field
+from covey.config.fields import check_fields, command
+from covey.config.files import read_json, user_path
+from covey.config.model_sources import (
+    CONFIG_FILE,
+    MODEL_CONFIG_FILE,
+    MODEL_FOLDER,
+    ModelKind,
+    ModelSource,
+    locate_model,
+)
+from covey.config.named_modules import check_data, check_function_name
 
 SFT_ALGORITHM = "sft"  # the algorithm in the config.toml of a run of `covey sft`
 SFT_TABLE = "sft"
@@ -105,3 +117,199 @@ class SFTConfig(Table):
             check_function_name(self.data, "sft.data")
         elif self.data not in EXAMPLES_BY_NAME and not is_run(self.data):
             check_data(self.data, "sft.data", EXAMPLES_BY_NAME)
+
+
+REWARD_MODEL_FILE = "covey_reward_model.json"  # beside config.json: what covey knows of a reward model that it trained
+TRAINING_FILE = "reward_model.json"  # in run folders of older versions: how `covey reward-model train` was called
+DEFAULT_SEPARATOR = "\n"
+REWARD_MODEL_ALGORITHM = "reward_model"  # the algorithm in the config.toml of a run of `covey reward-model train`
+
+
+class RewardModelKind(StrEnum):
+    """What a reward model scores; the value is the ending of its class in transformers."""
+
+    OUTCOME = "ForSequenceClassification"  # one score for a completion
+    PROCESS = "ForTokenClassification"  # one score for each step
+
+    @property
+    def noun(self) -> str:
+        """'outcome reward model' or 'process reward model'."""
+        return f"{self.name.lower()} reward model"
+
+    @property
+    def with_article(self) -> str:
+        """The noun with its article."""
+        return f"{'an' if self.noun.startswith('o') else 'a'} {self.noun}"
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """Training of a reward model."""
+
+    model: str = config_field(
+        "smollm2-135m",
+        "model that training begins with: a language model, whose output layer is replaced by a score, or a reward "
+        "model; names as in a recipe",
+    )
+    epochs: int = config_field(1, "passes over the training data", min=1, max=1000)
+    batch_size: int = config_field(32, "pairs, completions or step-labelled completions of an optimizer step", min=1)
+    learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
+    schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = config_field(0, "optimizer steps over which the learning rate rises from 0", min=0)
+    weight_decay: float = config_field(0.0, "AdamW's decoupled weight decay", min=0)
+    max_grad_norm: float = config_field(1.0, "largest norm of the gradient; a longer one is scaled down", above=0)
+    center: float = config_field(
+        0.0,
+        "preference pairs: weight of the squared sum of both scores, which keeps scores near 0; 0.01 is usual",
+        min=0,
+    )
+    grade_loss: str = config_field(
+        "auto",
+        "grades: cross_entropy (a grade is a probability) or squared_error; auto: cross_entropy if all are 0 or 1",
+        choices=("auto", "cross_entropy", "squared_error"),
+    )
+    grade_column: str = config_field("grade", "column of the grades")
+    held_out_fraction: float = config_field(
+        0.1, "fraction of the different prompts that is held out for evaluation, at least one", above=0, below=1
+    )
+    overlap: str = config_field(
+        "refuse",
+        "an example whose prompt is in the file of held-out examples too: refuse the data, or drop the example from "
+        "training",
+        choices=("refuse", "drop"),
+    )
+    max_tokens: int = config_field(0, "longest prompt with its completion, in tokens; 0: the model's limit", min=0)
+    long_examples: str = config_field(
+        "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")
+    )
+    step_separator: str = config_field(DEFAULT_SEPARATOR, "text after each step, at whose last token its score is read")
+    microbatch_tokens: int = config_field(
+        4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
+    )
+    checkpoint_every: int = config_field(50, "optimizer steps between checkpoints", min=1)
+    seed: int = config_field(0, "seed of the order of the examples", min=0, max=2**32 - 1)
+    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    precision: str = config_field(
+        "auto", "precision of matrix products; bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32")
+    )
+    threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
+
+
+@dataclass(frozen=True)
+class RewardModelTraining(Table, RewardModelConfig):
+    """The config of a run of `covey reward-model train`."""
+
+    data: str = config_field("", "file of the training data")
+    held_out: str = config_field("", "file of the held-out examples; empty: a fraction of the data is held out")
+    run_dir: str = config_field("", "folder of the run; empty: runs/reward_model-<number>")
+    checkpoint_keep: int = config_field(2, "checkpoints kept, at least 2", min=2)
+    checkpoint_best: bool = config_field(False, "also keep the checkpoint with the lowest held-out loss, RUN@best")
+    patience: int = config_field(
+        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
+    )
+    trackers: tuple[str, ...] = config_field(
+        (), "experiment trackers that receive the metrics as well; each needs its extra", choices=TRACKERS
+    )
+    algorithm: str = config_field(REWARD_MODEL_ALGORITHM, "always reward_model", choices=(REWARD_MODEL_ALGORITHM,))
+    steps: int = config_field(0, "optimizer steps, which follow from the data", min=0)
+
+
+def check_training(config: RewardModelConfig) -> None:
+    """Refuse values that cannot work, before anything heavy is loaded.
+
+    Raises:
+        ConfigError: one line that names the field and the fix.
+    """
+    check_fields(config)
+    if isinstance(config, RewardModelTraining):
+        check_trackers(config.trackers)
+    if not config.step_separator:
+        raise ConfigError("step_separator is empty, but a step's score is read at its last token: give a text")
+    if not config.grade_column or config.grade_column in ("prompt", "completion"):
+        raise ConfigError(f"grade_column is {config.grade_column!r}: name the column that holds the grades")
+    locate_reward_model(config.model)
+
+
+def locate_reward_model(name: str) -> ModelSource:
+    """The source of a reward model, or of a language model, by its name.
+
+    Args:
+        name: as in a recipe; the folder of a run of `covey reward-model train` names the model in it.
+
+    Raises:
+        ConfigError: if there is no such model, or that run is not finished.
+    """
+    folder = user_path(name, "model: ")
+    if (folder / TRAINING_FILE).is_file() and not (folder / MODEL_CONFIG_FILE).is_file():
+        if not (folder / MODEL_FOLDER / MODEL_CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"model: the training of the reward model in {name} is not finished: continue it with "
+                f"{command('reward-model', 'train', '--resume', name)}"
+            )
+        folder = folder / MODEL_FOLDER
+        return ModelSource(ModelKind.FOLDER, str(folder.resolve()))
+    return locate_model(name)
+
+
+def kind_of(source: ModelSource) -> RewardModelKind | None:
+    """The kind of a reward model; None for a language model, and for a hub's model that is not in a folder.
+
+    Raises:
+        ConfigError: if its config.json cannot be read.
+    """
+    if source.kind is not ModelKind.FOLDER:
+        return None
+    return kind_of_class(read_json(Path(source.name) / MODEL_CONFIG_FILE))
+
+
+def kind_of_class(model_config: Any) -> RewardModelKind | None:
+    """The kind of the reward model with this `config.json`; None for any other model."""
+    names = _classes_of(model_config)
+    return next((kind for kind in RewardModelKind for name in names if name.endswith(kind.value)), None)
+
+
+def _classes_of(model_config: Any) -> list[str]:
+    """The classes of transformers that a `config.json` names."""
+    listed = model_config.get("architectures") if isinstance(model_config, dict) else None
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+
+
+def no_reward_model(name: str, model_config: Any = None) -> str:
+    """Message for a model of another kind; `model_config` is the content of its `config.json`."""
+    classes = _classes_of(model_config)
+    if not classes or any(one.endswith(("CausalLM", "LMHeadModel", "ConditionalGeneration")) for one in classes):
+        train = command("reward-model", "train", "DATA.jsonl", "--model", name)
+        return f"model {name} is a language model, no reward model: train one with {train}"
+    return (
+        f"model {name} has the class {classes[0]}, which is not a sequence or token classifier of transformers: choose "
+        f"another reward model, or train one with {command('reward-model', 'train', 'DATA.jsonl')}"
+    )
+
+
+def reward_model_fault(name: str, *, per_step: bool) -> str:
+    """The reason why a model cannot be a reward, as far as it is known without a download; "" if there is none.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    source = locate_reward_model(name)
+    kind = kind_of(source)
+    if kind is None and source.kind is not ModelKind.HUB:
+        is_folder = source.kind is ModelKind.FOLDER
+        return no_reward_model(name, read_json(Path(source.name) / MODEL_CONFIG_FILE) if is_folder else None)
+    if kind is RewardModelKind.OUTCOME and per_step:
+        return f"per_step = true, but {name} is an outcome reward model, which scores whole completions: remove it"
+    return ""
+
+
+def model_files(name: str) -> list[str]:
+    """The files of a reward model on which its scores depend; none for a hub's model, whose name has its version.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    source = locate_reward_model(name)
+    if source.kind is not ModelKind.FOLDER:
+        return []
+    folder = Path(source.name)
+    return sorted(str(path) for pattern in ("*.json", "*.safetensors", "*.jinja") for path in folder.glob(pattern))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.common import ConfigError, Table, config_field
-from covey.config.data_paths import check_data
 from covey.config.files import read_assignments
+from covey.config.named_modules import check_data
+from covey.config.rewards import BUILT_IN_REWARDS
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from covey.control.nets.mlp import RunningMeanStd
+from covey.data import Stateful, Stateless
 
 LIMIT = 10.0  # standard deviations
 
 
-class RewardScale(Protocol):
+class RewardScale(Stateful, Protocol):
     """Scales the environment's rewards for training. Scores keep the environment's units."""
 
     def scale(
@@ -30,12 +31,8 @@ class RewardScale(Protocol):
     def metrics(self) -> dict[str, float]:
         """Metrics of the running state; may be empty."""
 
-    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class NoScaling:
+class NoScaling(Stateless):
     """Rewards without scaling."""
 
     def scale(
@@ -45,11 +42,6 @@ class NoScaling:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class ClipReward(NoScaling):

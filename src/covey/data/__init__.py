@@ -11,6 +11,8 @@ from covey.data.protocols import (
     RewardModelUpdater,
     Sampler,
     SamplerWeights,
+    Stateful,
+    Stateless,
     Task,
     Team,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "Sampler",
     "SamplerWeights",
     "Start",
+    "Stateful",
+    "Stateless",
     "StepRecord",
     "Task",
     "Team",

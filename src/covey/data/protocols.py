@@ -71,7 +71,27 @@ class Task(Protocol):
         """`count` starts that are never drawn for training; all of them if there are fewer."""
 
 
-class Sampler(Protocol):
+class Stateful(Protocol):
+    """A component whose state is a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What persists between steps, beside the weights of the policy; often empty."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+
+class Stateless:
+    """Base class of components without state; meets `Stateful`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Sampler(Stateful, Protocol):
     """Samples rollouts from the policy."""
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
@@ -83,12 +103,6 @@ class Sampler(Protocol):
 
     def refresh(self, version: int) -> None:
         """Sample later rollouts with the policy's current weights, whose version is `version`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State beside the weights that persists between steps, for a checkpoint; often empty."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
 
 
 class Grader(Protocol):
@@ -121,20 +135,14 @@ class Critic(Protocol):
         """bootstrap_value_B: value of the state after the last decision of every row, even if the episode is over."""
 
 
-class ReferenceUpdater(Protocol):
+class ReferenceUpdater(Stateful, Protocol):
     """Moves the weights of the reference towards those of the policy."""
 
     def after(self, step: int) -> None:
         """Update the reference if an update is due after this step: a copy, or a moving average (EMA)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The reference's weights, for a checkpoint."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
-class RewardModelUpdater(Protocol):
+class RewardModelUpdater(Stateful, Protocol):
     """Trains the reward model of an iterative run."""
 
     @property
@@ -145,12 +153,6 @@ class RewardModelUpdater(Protocol):
         """Train the reward model after an iteration, from where an interrupted call has stopped. `iterations` grows by
         one, unless `should_stop()` ended the training.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The reward model with its optimizer, the examples, and the place in the training, for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
 
 
 class Observer(Protocol):

@@ -22,8 +22,7 @@ from typing import Protocol
 from torch import nn
 
 from covey.config import RunConfig
-from covey.config.lora import ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
-from covey.config.model_sources import ADAPTER_CONFIG_FILE
+from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, adapter_folder, base_name, resolved
 from covey.llm.critic import AdapterCritic, LanguageCritic
 from covey.llm.model.loading import find_skeleton
 from covey.llm.model.lora import (

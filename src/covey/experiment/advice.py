@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
+from covey.config.files import read_below
 from covey.config.model_sources import CONFIG_FILE
-from covey.config.plain_files import read_below
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
-from covey.config.reward_models import RewardModelTraining
+from covey.config.sft import RewardModelTraining
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE, resuming_command
 from covey.tracking.score_kinds import ACCURACY

@@ -31,11 +31,11 @@ from covey.config import (
     RunConfig,
     UpdateBase,
 )
-from covey.config.faults import faults_of
+from covey.config.files import faults_of
 from covey.core import kl, ratios, schedules
 from covey.data import Critic, Policy, Team
 from covey.experiment.advice import Config, Finished, after_training
-from covey.runtime.checkpoint import BestPinned, CheckpointFolder, NothingPinned, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
 from covey.runtime.sharding import WHOLE, Weights
@@ -46,12 +46,10 @@ from covey.tracking.run_store import CHECKPOINTS_FOLDER, CURVE_FILE, RunStore
 from covey.tracking.wording import Wording, find_wording
 from covey.train.controllers import (
     NO_ENTROPY_CONTROL,
-    AdaptiveCoefficient,
     BonusControl,
     ClipControl,
+    Coefficient,
     EntropyControl,
-    KLCoefficient,
-    ScheduledCoefficient,
 )
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.loop import train
@@ -257,10 +255,10 @@ def _kl_placement(to: str, estimator: KLEstimator) -> KLPlacement:
     return KLInReward() if estimator is kl.k1 else KLInLoss(estimator)
 
 
-def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
+def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> Coefficient:
     """The KL coefficient of every step: adaptive after the warm-up if there is a target, otherwise scheduled."""
     if loss.adaptive_kl_target is None:
-        return ScheduledCoefficient(penalty.coefficient)
+        return Coefficient(penalty.coefficient)
     target, horizon = loss.adaptive_kl_target, loss.adaptive_kl_horizon
 
     def rule(coefficient: float, measured: float, rollouts: int) -> float:
@@ -269,7 +267,7 @@ def build_kl_coefficient(penalty: KLPenalty, loss: LossBase) -> KLCoefficient:
         )
 
     first_step = max(1, loss.kl_warmup_steps)
-    return AdaptiveCoefficient(penalty.coefficient, penalty.placement.metric, rule, first_step=first_step)
+    return Coefficient(penalty.coefficient, penalty.placement.metric, rule, first_step=first_step)
 
 
 def build_entropy_control(name: str, loss: LossBase) -> EntropyControl:
@@ -301,7 +299,7 @@ def build_learners(
     config: RunConfig | ControlConfig,
     algorithm: Algorithm,
     policy: Policy,
-    kl_coefficient: KLCoefficient,
+    kl_coefficient: Coefficient,
     modules: Sequence[tuple[nn.Module, Weights]],
     critics: Sequence[Critic] = (),
     *,
@@ -379,8 +377,7 @@ def build_checkpoints(
     weights each write theirs. Records of earlier steps are flushed to the disk before.
     """
     path = store.shared_dir / CHECKPOINTS_FOLDER
-    pinned = BestPinned() if best else NothingPinned()
     if in_parts:
         kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
-        return kind(path, keep, before_save=store.sync, team=team, pinned=pinned)
-    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, pinned=pinned)
+        return kind(path, keep, before_save=store.sync, team=team, keep_best=best)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, keep_best=best)

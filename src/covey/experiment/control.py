@@ -24,9 +24,8 @@ from covey.algorithms.advantages import (
 )
 from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
-from covey.config.faults import faults_of
 from covey.config.fields import command, plural
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.recipe import config_from_dict, read_tables
 from covey.control.action_spaces import Continuous
 from covey.control.envs.render import can_draw, render_episode
@@ -56,7 +55,7 @@ from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
-from covey.train.collect import FixedSize
+from covey.train.collect import fixed_size
 from covey.train.prepare import NO_REFERENCE
 from covey.train.state import Components, LoopConfig
 
@@ -175,7 +174,7 @@ class ControlBuilder(PolicyBuilder):
             steps=config.steps,
             seed=config.seed,
             starts_per_step=self.rollouts.starts_per_step,
-            group_size=FixedSize(self.rollouts.group_size),
+            group_size=fixed_size(self.rollouts.group_size),
             checkpoint_every=config.checkpoint.every,
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,

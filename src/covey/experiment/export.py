@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.faults import faults_of
-from covey.config.lora import read_adapter_config
-from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, find_origin, locate_model
+from covey.config.files import faults_of
+from covey.config.model_sources import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    find_origin,
+    locate_model,
+    read_adapter_config,
+)
 from covey.experiment.inference import precision_of
 from covey.experiment.model_card import base_of, licence_of, model_card
 from covey.llm.model.gguf import plan_gguf, write_gguf

@@ -5,8 +5,7 @@ from __future__ import annotations
 from covey.config import RunConfig
 from covey.config.files import user_path
 from covey.config.machine import processors
-from covey.config.sampler import SamplerConfig
-from covey.config.servers import default_token_file, own_token, read_token
+from covey.config.servers import SamplerConfig, default_token_file, own_token, read_token
 from covey.data import SamplerWeights, Team
 from covey.llm.generation.generator import Generator
 from covey.llm.generation.local_generator import LocalGenerator

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
-from covey.config.reward_models import RewardModelConfig, RewardModelKind
 from covey.config.rules import VERIFIER
+from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group, Start
 from covey.llm.grader import RewardGrader
 from covey.llm.reward_models.continuation_labels import StepLabeller

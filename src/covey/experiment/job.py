@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from covey.config import ConfigError, MachineError, RunError, SamplerLost
-from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
-from covey.config.recipe_writing import config_to_dict, write_config
+from covey.config.files import faults_of, machine_error
+from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, Team
 from covey.experiment import advice
 from covey.experiment.advice import Config, Launch
@@ -35,7 +35,7 @@ from covey.experiment.resuming import (
 from covey.runtime.device import differences
 from covey.runtime.distributed import asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import Diagnosis
 from covey.tracking.output import outlasting_output, plain_console

@@ -36,10 +36,10 @@ from covey.train.collect import (
     Collector,
     DynamicSampling,
     FixedGroups,
-    FixedSize,
     GroupSize,
-    LinearSize,
     LogGroupSizes,
+    fixed_size,
+    linear_size,
 )
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.selection import ByExpectedSignal, FromTheData, PromptSelection
@@ -135,7 +135,7 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
 
 def build_group_size(config: RunConfig) -> GroupSize:
     first, last = config.sampling.group_size, config.sampling.final_group_size
-    return FixedSize(first) if last is None else LinearSize(first, last, config.steps)
+    return fixed_size(first) if last is None else linear_size(first, last, config.steps)
 
 
 def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:

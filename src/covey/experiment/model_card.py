@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import RunConfig
+from covey.config.files import read_below
 from covey.config.model_sources import ModelKind, Origin, find_origin, locate_model
-from covey.config.plain_files import read_below
-from covey.config.recipe import config_from_dict
-from covey.config.recipe_writing import config_to_toml
+from covey.config.recipe import config_from_dict, config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
 from covey.llm.model.gguf import read_gguf_license
 from covey.tracking.run_store import HELD_OUT_FOLDER, STOPPED_FILE, SUMMARY_FILE, read_metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from covey.config.recipe_writing import config_to_dict
+from covey.config.recipe import config_to_dict
 from covey.experiment.build import Evaluation, Experiment, ExperimentBuilder
 from covey.experiment.resuming import Origin
 from covey.runtime.device import peak_memory_bytes

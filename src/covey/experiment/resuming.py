@@ -12,14 +12,11 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
-from covey.config.faults import faults_of, machine_error
 from covey.config.fields import command
+from covey.config.files import faults_of, machine_error, read_below
 from covey.config.model_sources import CHECKPOINTS_FOLDER
-from covey.config.plain_files import read_below
-from covey.config.recipe import config_from_dict, read_tables
-from covey.config.recipe_writing import config_to_dict, first_difference, write_config
-from covey.config.reward_models import RewardModelTraining
-from covey.config.sft import SFT_ALGORITHM
+from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
+from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.experiment.advice import Config, Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json

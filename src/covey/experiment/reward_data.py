@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig, RunConfig, RunError
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
-from covey.config.faults import faults_of
 from covey.config.fields import plural
-from covey.config.files import read_file
-from covey.config.recipe_writing import config_to_dict
+from covey.config.files import faults_of, read_file
+from covey.config.recipe import config_to_dict
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.data import Group
 from covey.experiment.conversations import COMPLETIONS
 from covey.experiment.llm import LoadedPolicy, Machine, build_machine, load_policy

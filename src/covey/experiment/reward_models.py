@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of
 from covey.config.fields import plural
-from covey.config.files import user_path
+from covey.config.files import faults_of, user_path
 from covey.config.model_sources import MODEL_FOLDER
-from covey.config.reward_models import (
+from covey.config.sft import (
     REWARD_MODEL_ALGORITHM,
     RewardModelConfig,
     RewardModelKind,

@@ -13,8 +13,8 @@ from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.inputs import input_checksums
-from covey.config.reward_models import RewardModelTraining
 from covey.config.rules import validate
+from covey.config.sft import RewardModelTraining
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
@@ -23,7 +23,7 @@ from covey.experiment.job import Job, begun, resumed
 from covey.experiment.observers import Observers, check_observers
 from covey.experiment.resuming import same_arguments, same_conversation
 from covey.runtime.distributed import ALONE, joined_ranks, team_of
-from covey.runtime.ranks import check_ranks
+from covey.runtime.variables import check_ranks
 from covey.tracking.notebook import ignore_missing_widgets
 from covey.tracking.run_folder import claim_run_dir
 from covey.tracking.run_result import RunResult

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.serving import ServeOptions
+from covey.config.files import path_error
+from covey.config.servers import ServeOptions
 from covey.config.terminal import say
 from covey.experiment.llm import build_machine
 from covey.llm.generation.local_generator import Engine

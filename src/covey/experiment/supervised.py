@@ -8,11 +8,11 @@ from typing import Any
 
 from covey.experiment.advice import Finished
 from covey.experiment.build import Evaluation
-from covey.runtime.timer import Clock
 from covey.tracking.console import Display, describe_size
 from covey.tracking.diagnosis import conclusion
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.wording import Wording
+from covey.train.metrics import Clock
 
 
 class SupervisedBuilder:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
-from covey.config.faults import path_error
+from covey.config.files import path_error
 from covey.data import Batch
 from covey.llm.model.files import read_weight_files
 from covey.llm.model.logprobs import ActionHiddenStates, hidden_states_for_actions

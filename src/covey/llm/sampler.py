@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from covey.config import ConfigError, RunError
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import EndReason, Group, Rollout, Start, Stateless
 from covey.llm.generation.generator import (
     Completion,
     FailureReason,
@@ -25,7 +24,7 @@ GivenPrompt = tuple[str | Sequence[Message], Sequence[ToolSchema]]  # and the to
 
 
 @dataclass
-class LanguageSampler:
+class LanguageSampler(Stateless):
     """Samples `group_size` completions of every prompt; implements `covey.data.Sampler`.
 
     Every token is drawn with one uniform random number, a function of (seed, step, group, rollout, position). The draw
@@ -108,13 +107,6 @@ class LanguageSampler:
     def metrics(self) -> dict[str, float]:
         """Metrics of the generator since the last call."""
         return self.generator.metrics()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: completions do not continue from one step to the next."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
     def _key(self, start: Start, step: int, first_rollout: int) -> RandomKey:
         return RandomKey(self.seed, step, start.index, first_rollout)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, machine_error
-from covey.config.files import sync
+from covey.config.files import Refused, faults_of, machine_error, open_below, read_below, sync
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, MANIFEST_FILE
-from covey.config.plain_files import Refused, open_below, read_below
 from covey.data import Team
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import borders_of, is_sharded, local
@@ -44,52 +42,6 @@ _FORMAT = 1  # version of the file format
 _UNFINISHED = ".unfinished-"  # prefix of folders that a crash may leave behind
 _MASTERS = "/masters/"  # in the names of an optimizer's master weights
 _SPARE_BYTES = 1 << 20  # for the manifest and the file system's metadata
-
-
-class Pinned(Protocol):
-    """Chooses the checkpoint that is kept besides the newest ones."""
-
-    def steps(self, best: int) -> set[int]:
-        """Steps whose checkpoints are kept if `best` has the best held-out score; 0: there was no evaluation."""
-
-    def mark(self, folder: Path, best: int, *, exists: bool) -> None:
-        """Name the best checkpoint in the folder of checkpoints; `exists` is False if it has none of that step."""
-
-
-class NothingPinned:
-    """Null object: the newest checkpoints alone are kept."""
-
-    def steps(self, best: int) -> set[int]:
-        """Empty."""
-        return set()
-
-    def mark(self, folder: Path, best: int, *, exists: bool) -> None:
-        """Nothing to do."""
-
-
-class BestPinned:
-    """Keeps the checkpoint with the best held-out score."""
-
-    def steps(self, best: int) -> set[int]:
-        return {best}
-
-    def mark(self, folder: Path, best: int, *, exists: bool) -> None:
-        path = folder / BEST_FILE
-        if not exists:
-            path.unlink(missing_ok=True)
-            return
-        content = json.dumps({"step": best}) + "\n"
-        with suppress(OSError):
-            if read_below(folder, BEST_FILE) == content.encode():
-                return
-        draft = folder / f"{BEST_FILE}.tmp"
-        draft.unlink(missing_ok=True)
-        draft.write_text(content)
-        sync(draft)
-        os.replace(draft, path)
-
-
-NOTHING_PINNED = NothingPinned()
 
 
 class CheckpointError(ConfigError):
@@ -114,7 +66,7 @@ class CheckpointFolder:
         *,
         before_save: Callable[[], None] = lambda: None,
         team: Team = ALONE,
-        pinned: Pinned = NOTHING_PINNED,
+        keep_best: bool = False,
     ) -> None:
         """
         Args:
@@ -122,7 +74,7 @@ class CheckpointFolder:
             keep: number of checkpoints that are kept.
             before_save: flushes the files that a checkpoint relies on, such as the records of its steps.
             team: ranks with sharded weights, which write a checkpoint together; otherwise one process writes.
-            pinned: chooses the checkpoint that is kept besides the newest ones.
+            keep_best: also keep the checkpoint with the best held-out score, and name it in best.json.
         """
         if keep < 2:
             raise ConfigError(f"checkpoint.keep must be at least 2 (the newest may be damaged), got {keep}")
@@ -130,10 +82,10 @@ class CheckpointFolder:
         self.keep = keep
         self.before_save = before_save
         self.team = team
-        self.pinned = pinned
+        self.keep_best = keep_best
 
     def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
-        """Write the checkpoint of `step`, then remove all except the newest `keep` and the pinned one.
+        """Write the checkpoint of `step`, then remove all except the newest `keep` and perhaps the best one.
 
         `best` is the step with the best held-out score, 0 without an evaluation.
 
@@ -286,12 +238,30 @@ class CheckpointFolder:
         self._remove_leftovers()
         own = [step for step in self.steps() if _is_own(self.folder(step))]
         intact = [step for step in own if step <= newest and _damage(self.folder(step), hashes=False) is None]
-        self.pinned.mark(self.path, best, exists=best in intact)
-        for step in set(own) - set(intact[-self.keep :]) - self.pinned.steps(best):
+        kept = {best} if self.keep_best else set()
+        if self.keep_best:
+            self._name_best(best, exists=best in intact)
+        for step in set(own) - set(intact[-self.keep :]) - kept:
             # Renamed first, so that a crash in between leaves no damaged checkpoint.
             doomed = self.path / f"{_UNFINISHED}removed-{step:08d}"
             self.folder(step).rename(doomed)
             shutil.rmtree(doomed)
+
+    def _name_best(self, best: int, *, exists: bool) -> None:
+        """Name the best checkpoint in a file; `exists` is False if there is none of that step."""
+        path = self.path / BEST_FILE
+        if not exists:
+            path.unlink(missing_ok=True)
+            return
+        content = json.dumps({"step": best}) + "\n"
+        with suppress(OSError):
+            if read_below(self.path, BEST_FILE) == content.encode():
+                return
+        draft = self.path / f"{BEST_FILE}.tmp"
+        draft.unlink(missing_ok=True)
+        draft.write_text(content)
+        sync(draft)
+        os.replace(draft, path)
 
     def _remove_leftovers(self) -> None:
         for entry in self.path.glob(f"{_UNFINISHED}*"):

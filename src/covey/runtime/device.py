@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.machine import check_threads, memory_bytes, processors
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 
 _log = logging.getLogger(__name__)
 

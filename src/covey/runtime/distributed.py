@@ -22,7 +22,7 @@ from torch import Tensor
 from covey.config import RunError
 from covey.config.fields import plural
 from covey.data import Team
-from covey.runtime.ranks import STATE, local_rank, own_rank, world_size
+from covey.runtime.variables import STATE, local_rank, own_rank, world_size
 
 BUCKET = 1 << 24  # numbers that are summed in one message: 64 MB in fp32
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")  # gloo's errors

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from covey.config.plain_files import open_below
+from covey.config.files import open_below
 from covey.tracking.run_folder import METRICS_FILE
 
 LONGEST_LINE = 4 << 20  # bytes; a longer one counts as damaged

@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.config.faults import faults_of
+from covey.config.files import faults_of, read_below, status_below
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, CHECKPOINTS_FOLDER, MANIFEST_FILE
-from covey.config.plain_files import read_below, status_below
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_overview import folder_bytes
 from covey.tracking.run_state import RunState, checkpoint_steps, run_state

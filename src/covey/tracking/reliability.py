@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 
-from covey.config.faults import faults_of
+from covey.config.files import faults_of
 from covey.tracking.curve import EVALUATION, GRID, INK, MUTED, TRAINING
 
 if TYPE_CHECKING:  # covey.core imports torch

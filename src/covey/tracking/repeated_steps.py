@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from covey.config.plain_files import open_below
+from covey.config.files import open_below
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import StepRecord

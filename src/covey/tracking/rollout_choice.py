@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.plain_files import Refused
+from covey.config.files import Refused
 from covey.tracking.run_reader import LIMITS, Group, RunReader, number, prompt_text, ranges
 from covey.tracking.turns import searched_text
 

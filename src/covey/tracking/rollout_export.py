@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of
 from covey.config.fields import or_list
+from covey.config.files import faults_of
 from covey.tracking.run_reader import RunReader, table
 
 SUFFIXES = (".parquet", ".jsonl", ".csv")

@@ -16,13 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from covey.config import ConfigError, MachineError
-from covey.config.faults import faults_of, path_error
 from covey.config.fields import command
-from covey.config.files import read_toml, sync, user_path
+from covey.config.files import Refused, faults_of, path_error, read_toml, sync, user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
-from covey.config.plain_files import Refused
-from covey.config.reward_models import REWARD_MODEL_ALGORITHM
-from covey.config.sft import SFT_ALGORITHM
+from covey.config.sft import REWARD_MODEL_ALGORITHM, SFT_ALGORITHM
 
 _log = logging.getLogger(__name__)
 

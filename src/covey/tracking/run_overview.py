@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.config.fields import printable
+from covey.config.files import read_end
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
-from covey.config.plain_files import read_end
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
 from covey.tracking.run_state import RunState, last_change, last_step, run_state

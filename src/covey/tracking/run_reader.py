@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, ControlConfig
-from covey.config.files import parse_json, parse_toml
+from covey.config.files import files_below, open_below, parse_json, parse_toml, read_below
 from covey.config.model_sources import CONFIG_FILE
-from covey.config.plain_files import files_below, open_below, read_below
 from covey.config.recipe import config_from_dict
 from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE

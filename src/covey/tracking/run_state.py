@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from covey.config.files import read_end
 from covey.config.model_sources import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE, MANIFEST_FILE
-from covey.config.plain_files import read_end
 from covey.tracking.run_folder import LOCK_FILE, LOG_FILE, METRICS_FILE, ORIGIN_FILE, ROLLOUTS_FOLDER
 from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
 

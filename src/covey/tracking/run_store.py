@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of, path_error
-from covey.config.files import sync
+from covey.config.files import LARGEST_RECORDS, append_below, faults_of, open_below, path_error, read_below, sync
 from covey.config.model_sources import (  # noqa: F401 -- see above
     ADAPTER_FOLDER,
     CHECKPOINTS_FOLDER,
@@ -39,7 +38,6 @@ from covey.config.model_sources import (  # noqa: F401 -- see above
     MODEL_FOLDER,
     REWARD_MODEL_FOLDER,
 )
-from covey.config.plain_files import LARGEST_RECORDS, append_below, open_below, read_below
 from covey.tracking.records import encode, rollout_record
 from covey.tracking.repeated_steps import Digests, digests
 from covey.tracking.run_folder import (

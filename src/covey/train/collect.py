@@ -7,7 +7,7 @@ DynamicSampling  groups whose rewards are all equal are replaced by groups from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
@@ -16,10 +16,12 @@ from covey.algorithms import Algorithm
 from covey.data import Grader, Group, Sampler, SamplerWeights, Start, Task, Team, collate
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
-from covey.runtime.timer import Measure
 from covey.train.gather import gather_groups, lost_together, own_shards, share
+from covey.train.metrics import Measure
 from covey.train.prepare import has_signal
 from covey.train.selection import FromTheData, PromptSelection
+
+GroupSize = Callable[[int], int]  # rollouts in each group of a step; steps count from 1
 
 # Largest adaptive group, as a multiple of the step's group size, unless a size is given.
 DEFAULT_MAX_FACTOR = 4
@@ -100,33 +102,14 @@ class GroupSource:
         return signal_G
 
 
-class GroupSize(Protocol):
-    """Rollouts in each group of a step."""
-
-    def at(self, step: int) -> int:
-        """The group size of a step; steps count from 1."""
-
-
-@dataclass(frozen=True)
-class FixedSize:
+def fixed_size(size: int) -> GroupSize:
     """The same group size in every step."""
-
-    size: int
-
-    def at(self, step: int) -> int:
-        return self.size
+    return lambda step: size
 
 
-@dataclass(frozen=True)
-class LinearSize:
+def linear_size(first: int, last: int, steps: int) -> GroupSize:
     """Linear schedule, rounded: first + (last - first) (step - 1) / (steps - 1)."""
-
-    first: int
-    last: int
-    steps: int
-
-    def at(self, step: int) -> int:
-        return self.first + round((self.last - self.first) * (step - 1) / max(self.steps - 1, 1))
+    return lambda step: first + round((last - first) * (step - 1) / max(steps - 1, 1))
 
 
 class Collector(Protocol):

@@ -1,8 +1,8 @@
 """Controllers that keep the KL divergence or the entropy of the policy near a target.
 
-NoEntropyControl  the algorithm as it is
-BonusControl      adapts the coefficient of the entropy bonus
-ClipControl       adapts the clip range
+Coefficient   the coefficient of the KL
+BonusControl  the coefficient of the entropy bonus
+ClipControl   the clip range
 """
 
 from __future__ import annotations
@@ -11,128 +11,78 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from covey.algorithms import Algorithm
 from covey.core.policy_losses import Surrogate, shifted_clip_range
 from covey.core.schedules import Schedule, constant
 
+Rule = Callable[[float, float, int], float]  # value, measured, rollouts of the step -> value of the next step
+
+
+def _unchanged(value: float, measured: float, rollouts: int) -> float:
+    return value
+
+
 ENTROPY = "entropy"  # the metric: mean over the decisions of an update
 
 
-class KLCoefficient(Protocol):
-    """The coefficient of every step."""
+class Coefficient:
+    """A number that follows a schedule or, with a rule, keeps a metric near a target.
 
-    def at(self, step: int) -> float:
-        """The coefficient of a step; steps count from 1."""
-
-    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Adapt the coefficient to the metrics of a finished step with `rollouts` rollouts."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
-class ScheduledCoefficient:
-    """A function of the step alone."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.at = schedule
-
-    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Nothing to do."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-
-class AdaptiveCoefficient:
-    """Controller that keeps a metric near a target.
-
-    The coefficient follows the schedule until the end of the warm-up. During the warm-up the KL is penalised less than
-    later, and a coefficient that rose because of this would be too high afterwards.
+    It follows the schedule until the end of the warm-up. During the warm-up the KL is penalised less than later, and a
+    coefficient that rose because of this would be too high afterwards.
     """
 
-    def __init__(self, schedule: Schedule, metric: str, rule: Rule, *, first_step: int = 1) -> None:
+    def __init__(self, schedule: Schedule, metric: str = "", rule: Rule = _unchanged, *, first_step: int = 1) -> None:
         """
         Args:
-            schedule: the coefficient of the first steps.
-            metric: name of the metric that is measured.
-            rule: the coefficient of the next step.
-            first_step: the first step after which the coefficient is adapted.
+            schedule: the number by step; steps count from 1.
+            metric: name of the metric that is measured; empty: the number is that of the schedule.
+            rule: the number of the next step.
+            first_step: the first step after which the number is adapted.
         """
         self.schedule, self.metric, self.rule, self.first_step = schedule, metric, rule, first_step
-        self._next = math.nan  # the coefficient of the next step; NaN: that of the schedule
+        self._next = math.nan  # of the next step; NaN: that of the schedule
 
     def at(self, step: int) -> float:
+        """The number of a step."""
         return self.schedule(step) if math.isnan(self._next) else self._next
 
     def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Set the coefficient of the next step, if this step measured the metric."""
+        """Adapt the next step's number to a finished step with `rollouts` rollouts, if it measured the metric."""
         measured = metrics.get(self.metric, math.nan)
         if step >= self.first_step and not math.isnan(measured):
             self._next = self.rule(self.at(step), measured, rollouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient of the next step."""
+        """The number of the next step, if it was adapted."""
         return {} if math.isnan(self._next) else {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the coefficient of the next step."""
+        """Restore the number of the next step."""
         self._next = state.get("next", math.nan)
 
 
-class EntropyControl(Protocol):
-    """Changes the loss of every step. The entropy of a step has an effect on the next one."""
+class EntropyControl(Coefficient):
+    """Changes the loss of every step by its number. The entropy of a step has an effect on the next one.
+
+    This class itself leaves the algorithm as it is.
+    """
 
     def acting(self, algorithm: Algorithm, step: int) -> Algorithm:
-        """The algorithm of a step; steps count from 1."""
-
-    def coefficients(self, step: int) -> dict[str, float]:
-        """Metrics: what is adapted."""
-
-    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Adapt to the metrics of a finished step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
-class NoEntropyControl:
-    """Leaves the algorithm as it is."""
-
-    def acting(self, algorithm: Algorithm, step: int) -> Algorithm:
+        """The algorithm of a step."""
         return algorithm
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """Empty."""
+        """Metrics: what is adapted."""
         return {}
 
-    def after(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
-        """Nothing to do."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+NO_ENTROPY_CONTROL = EntropyControl(constant(0.0))
 
 
-NO_ENTROPY_CONTROL = NoEntropyControl()
-
-
-class BonusControl(AdaptiveCoefficient):
+class BonusControl(EntropyControl):
     """Adapts the coefficient of the entropy bonus."""
 
     def __init__(self, rule: Rule, *, coefficient: float) -> None:
@@ -150,7 +100,7 @@ class BonusControl(AdaptiveCoefficient):
         return {"entropy_coefficient": self.at(step)}
 
 
-class ClipControl(AdaptiveCoefficient):
+class ClipControl(EntropyControl):
     """Adapts the clip range by a factor: `covey.core.policy_losses.shifted_clip_range`."""
 
     def __init__(self, rule: Rule, *, clip_low: float, clip_high: float) -> None:
@@ -170,6 +120,3 @@ class ClipControl(AdaptiveCoefficient):
     def coefficients(self, step: int) -> dict[str, float]:
         low, high = shifted_clip_range(*self.clip_range, self.at(step))
         return {"clip/range_low": low, "clip/range_high": high}
-
-
-Rule = Callable[[float, float, int], float]  # value, measured, rollouts of the step -> value of the next step

@@ -21,26 +21,9 @@ from torch import Tensor
 from covey.algorithms import Algorithm, LossTerms
 from covey.core.schedules import Schedule
 from covey.data import Batch, Critic, Policy, PolicyOutput
-from covey.runtime.optimizer import StepResult
-from covey.runtime.timer import Measure
-from covey.train.controllers import NO_ENTROPY_CONTROL, EntropyControl, KLCoefficient
-from covey.train.metrics import UpdateMetrics
-
-
-class Optimizer(Protocol):
-    """An optimizer of a module, with fp32 master weights and accumulated gradients."""
-
-    def before_last_pass(self) -> None:
-        """The next backward pass is the last one of a shard."""
-
-    def end_shard(self) -> None:
-        """Add the gradients of a shard to those of the shards before, if there are several."""
-
-    def checksum(self) -> int:
-        """A number that changes with any bit of the weights of which every rank has a copy."""
-
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip, apply and reset the gradients; if their norm is not finite, no weight changes."""
+from covey.runtime.optimizer import MasterAdamW
+from covey.train.controllers import NO_ENTROPY_CONTROL, Coefficient, EntropyControl
+from covey.train.metrics import Measure, UpdateMetrics
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ class Learner(Protocol):
         """Epochs and minibatches."""
 
     @property
-    def optimizers(self) -> Mapping[str, Optimizer]:
+    def optimizers(self) -> Mapping[str, MasterAdamW]:
         """The optimizers, by their names in a checkpoint."""
 
     @property
@@ -108,15 +91,15 @@ class PolicyLearner:
     """A policy, trained by the surrogate, the KL and the entropy of its algorithm."""
 
     policy: Policy
-    optimizer: Optimizer
+    optimizer: MasterAdamW
     algorithm: Algorithm
     plan: UpdatePlan
     learning_rate: Schedule
-    kl_coefficient: KLCoefficient
+    kl_coefficient: Coefficient
     entropy_control: EntropyControl = field(default=NO_ENTROPY_CONTROL, kw_only=True)
 
     @property
-    def optimizers(self) -> Mapping[str, Optimizer]:
+    def optimizers(self) -> Mapping[str, MasterAdamW]:
         return {"optimizer": self.optimizer}
 
     def epochs(self, step: int) -> range:
@@ -162,14 +145,14 @@ class CriticLearner:
     """A critic, trained by the value loss of its algorithm. `target_kl` does not end its epochs."""
 
     critic: Critic
-    optimizer: Optimizer
+    optimizer: MasterAdamW
     algorithm: Algorithm
     plan: UpdatePlan
     learning_rate: Schedule
     split: Callable[[Batch], Iterator[Tensor]]  # row indices of each microbatch, as `Policy.microbatches`
 
     @property
-    def optimizers(self) -> Mapping[str, Optimizer]:
+    def optimizers(self) -> Mapping[str, MasterAdamW]:
         return {"critic_optimizer": self.optimizer}
 
     @property
@@ -210,7 +193,7 @@ class CriticLearner:
 class SharedTrunkLearner(PolicyLearner):
     """A policy that shares its trunk with the critic's value head: one backward pass for both losses."""
 
-    head_optimizer: Optimizer
+    head_optimizer: MasterAdamW
     head_learning_rate: Schedule
 
     def end_shard(self) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from covey.config import RunError
 from covey.data import StepRecord
-from covey.runtime.timer import Clock
 from covey.train.collect import GroupSource, StepGroups
 from covey.train.gather import check_agreement
+from covey.train.metrics import Clock
 from covey.train.prepare import prepare_rows
 from covey.train.record import step_metrics
 from covey.train.replay import joined
@@ -97,4 +97,4 @@ def collect(run: Components, config: LoopConfig, progress: Progress, clock: Cloc
         run.task, run.sampler, run.grader, run.algorithm, config.seed, step, progress.starts, clock.measure, run.team,
         run.weights, run.selection,
     )  # fmt: skip
-    return run.collector.collect(source, config.starts_per_step, config.group_size.at(step))
+    return run.collector.collect(source, config.starts_per_step, config.group_size(step))

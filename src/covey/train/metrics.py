@@ -1,8 +1,10 @@
-"""Metrics of a training step: rollouts, values of the critic, update."""
+"""Metrics of a training step: rollouts, values of the critic, update; and the clock of its phases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
@@ -201,15 +203,8 @@ class UpdateMetrics:
         """The sums over the shards of all ranks, added in the order of the shards."""
         own = [sums.numbers() for sums in self.sums.values()]
         everyones = [one for found in exchange_json(self.team, own) for one in found]
-        return {
-            "of_policy": _added([one["of_policy"] for one in everyones]),
-            "log_ratio_max": max(one["log_ratio_max"] for one in everyones),
-            "critic_losses": _added([one["critic_losses"] for one in everyones]),
-            "mismatch": _added([one["mismatch"] for one in everyones]),
-            "replayed": _added([one["replayed"] for one in everyones]),
-            "logged": _added_by_name([one["logged"] for one in everyones]),
-            "logged_first": _added_by_name([one["logged_first"] for one in everyones]),
-        }
+        total = {name: _added([one[name] for one in everyones]) for name in everyones[0]}
+        return total | {"log_ratio_max": max(one["log_ratio_max"] for one in everyones)}
 
     def read(self, minibatches: int) -> dict[str, float]:
         """The metrics of the update; `minibatches` is their number in an epoch. Every rank calls it."""
@@ -259,11 +254,37 @@ def _of_replayed(decisions: float, weights: float, squared_weights: float, limit
     return of_weights
 
 
-def _added(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Sums of the columns, from the first row to the last."""
-    return [sum(column) for column in zip(*rows, strict=True)]
+def _added(values: Sequence[Any]) -> Any:
+    """The sum of numbers, of lists by their places, or of tables by their names, from the first to the last."""
+    if isinstance(values[0], list):
+        return [sum(column) for column in zip(*values, strict=True)]
+    if isinstance(values[0], dict):
+        names = dict.fromkeys(name for table in values for name in table)
+        return {name: sum(table.get(name, 0.0) for table in values) for name in names}
+    return sum(values)
 
 
-def _added_by_name(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for table in tables for name in table)
-    return {name: sum(table.get(name, 0.0) for table in tables) for name in names}
+Measure = Callable[[str], AbstractContextManager[None]]  # returns a context manager that times its block
+
+
+class Clock:
+    """Sums the seconds of every phase. Phases may be nested."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def total(self) -> float:
+        """Seconds since the clock was created."""
+        return time.perf_counter() - self.began
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """A `Measure` that measures nothing."""
+    return nullcontext()

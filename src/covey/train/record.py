@@ -21,9 +21,8 @@ from torch import Tensor
 from covey.data import Group, Policy, PromptTable, Rollout, RolloutCredit, Team, TokenTable
 from covey.runtime.device import peak_memory_bytes
 from covey.runtime.distributed import ALONE
-from covey.runtime.timer import Clock
 from covey.train.collect import StepGroups
-from covey.train.metrics import describe, describe_rewards, present
+from covey.train.metrics import Clock, describe, describe_rewards, present
 from covey.train.prepare import Prepared, score_rows
 
 T = TypeVar("T")

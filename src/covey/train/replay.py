@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
 
-from covey.data import Batch, Group, Start, collate
+from covey.data import Batch, Group, Start, Stateful, Stateless, collate
 from covey.data.serialization import for_learning, from_state, to_state
 from covey.train.prepare import Prepared
 
@@ -25,7 +25,7 @@ class Replayed:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Replay(Protocol):
+class Replay(Stateful, Protocol):
     """Chooses the groups of earlier steps."""
 
     def draw(self, step: int) -> Replayed:
@@ -34,14 +34,8 @@ class Replay(Protocol):
     def after(self, step: int, groups: Sequence[Group], prepared: Prepared) -> None:
         """Keep groups of a finished step, whose rows are the first of `prepared`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
-class NoReplay:
+class NoReplay(Stateless):
     """Every step learns from its own groups alone."""
 
     def draw(self, step: int) -> Replayed:
@@ -50,13 +44,6 @@ class NoReplay:
 
     def after(self, step: int, groups: Sequence[Group], prepared: Prepared) -> None:
         """Nothing is kept."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 @dataclass

@@ -22,14 +22,14 @@ from covey.core.prompt_signal import (
     success_signal,
     variance_signal,
 )
-from covey.data import Group, Start, Task
+from covey.data import Group, Start, Stateful, Stateless, Task
 from covey.train.gather import content_hash
 
 # Observations that the prior of a kind is worth. One success and one failure: a uniform prior of the success rate.
 PRIOR = 1.0
 
 
-class PromptSelection(Protocol):
+class PromptSelection(Stateful, Protocol):
     """Chooses the prompts of a step."""
 
     def draw(self, task: Task, seed: int, step: int, count: int, *, first: int, before: int) -> list[Start]:
@@ -38,14 +38,8 @@ class PromptSelection(Protocol):
     def after(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Learn from the graded groups of a finished step; returns metrics."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
-class FromTheData:
+class FromTheData(Stateless):
     """The prompts as the task draws them."""
 
     def draw(self, task: Task, seed: int, step: int, count: int, *, first: int, before: int) -> list[Start]:
@@ -54,13 +48,6 @@ class FromTheData:
     def after(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Nothing to learn."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 @dataclass

@@ -21,13 +21,14 @@ from covey.data import (
     RewardModelUpdater,
     Sampler,
     SamplerWeights,
+    Stateless,
     Task,
     Team,
 )
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
-from covey.train.controllers import EntropyControl, KLCoefficient
+from covey.train.controllers import Coefficient, EntropyControl
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder
@@ -35,34 +36,20 @@ from covey.train.replay import NoReplay, Replay
 from covey.train.selection import FromTheData, PromptSelection
 
 
-class NeverUpdate:
+class NeverUpdate(Stateless):
     """Leaves the reference unchanged; implements `covey.data.ReferenceUpdater`."""
 
     def after(self, step: int) -> None:
         """Nothing to do."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-
-class FixedRewards:
+class FixedRewards(Stateless):
     """Null object of a run whose rewards are not trained; implements `covey.data.RewardModelUpdater`."""
 
     iterations = 0
 
     def update(self, should_stop: Callable[[], bool]) -> None:
         """Nothing to train."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 class NoCheckpoints:
@@ -116,7 +103,7 @@ class Components:
     policy: Policy
     algorithm: Algorithm
     learners: Sequence[Learner]  # the policy's first; with a value loss also the critic's
-    kl_coefficient: KLCoefficient
+    kl_coefficient: Coefficient
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
     reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)

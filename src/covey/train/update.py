@@ -15,10 +15,9 @@ from torch import Tensor
 from covey.data import Batch, Team
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import permutation
-from covey.runtime.timer import Measure, untimed
 from covey.train.gather import own_shards, shard_rows, shortest_row
 from covey.train.learners import Learner, UpdatePlan
-from covey.train.metrics import UpdateMetrics
+from covey.train.metrics import Measure, UpdateMetrics, untimed
 
 
 def update(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.core import schedules
-from covey.data import Group, Start
+from covey.data import Group, Start, Stateless
 from covey.functional import GRPOLoss
-from covey.train.collect import FixedSize
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.collect import fixed_size
+from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
@@ -114,7 +114,7 @@ class GRPOTrainer(LanguageTrainer):
         Groups whose rewards are all equal are excluded from the update, as in every run of covey.
         """
         answers = _Answers(self, batch)
-        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        kl_coefficient = Coefficient(self.algorithm.kl.coefficient)
         rate = schedules.constant(self.options.learning_rate)
         run = Components(
             task=answers,
@@ -130,7 +130,7 @@ class GRPOTrainer(LanguageTrainer):
             steps=self.options.steps,
             seed=self.options.seed,
             starts_per_step=len(answers.starts),
-            group_size=FixedSize(self.group_size),
+            group_size=fixed_size(self.group_size),
         )
         return train_step(run, config, self.progress).metrics
 
@@ -148,7 +148,7 @@ class GRPOTrainer(LanguageTrainer):
         return history
 
 
-class _Answers:
+class _Answers(Stateless):
     """Task, sampler and grader of one step, on the trainer's methods, which a subclass may override."""
 
     def __init__(self, trainer: GRPOTrainer, prompts: Prompts) -> None:
@@ -169,9 +169,3 @@ class _Answers:
 
     def refresh(self, version: int) -> None:
         self.trainer.sampler.refresh(version)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass

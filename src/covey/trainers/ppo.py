@@ -23,7 +23,7 @@ from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, with_loss_weights
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.train.controllers import ScheduledCoefficient
+from covey.train.controllers import Coefficient
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
@@ -257,7 +257,7 @@ class PPOTrainer(LanguageTrainer):
             schedules.constant(self.options.learning_rate),
             schedules.constant(self.critic_learning_rate),
         )
-        kl_coefficient = ScheduledCoefficient(self.algorithm.kl.coefficient)
+        kl_coefficient = Coefficient(self.algorithm.kl.coefficient)
         actor = PolicyLearner(self.policy, self.optimizer, self.algorithm, plan, rate, kl_coefficient)
         split = self.policy.microbatches
         critic = CriticLearner(self.critic, self.critic_optimizer, self.algorithm, plan, critic_rate, split)

@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import iter_fields
-from covey.config.plain_files import open_below, status_below
+from covey.config.files import open_below, status_below
 from covey.config.recipe import config_from_dict
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.metric_table import MetricTable

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from covey.config.plain_files import LARGEST_FILE, Refused, TooLarge, files_below, open_below
+from covey.config.files import LARGEST_FILE, Refused, TooLarge, files_below, open_below
 
 STATIC = Path(__file__).parent / "static"
 PAGE_TYPES = {

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.config.files import make_folder
-from covey.config.plain_files import files_below
-from covey.runtime.cache import cache_folder
+from covey.config.files import files_below, make_folder
+from covey.runtime.variables import cache_folder
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text
 from covey.tracking.turns import searched_text

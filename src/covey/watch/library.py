@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import printable
+from covey.config.files import read_end, status_below
 from covey.config.model_sources import CONFIG_FILE
-from covey.config.plain_files import read_end, status_below
 from covey.tracking.evaluations import evaluations_of
 from covey.tracking.metric_table import MetricTable, parse_metrics
 from covey.tracking.run_folder import METRICS_FILE

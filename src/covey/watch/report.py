@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import plural, printable
-from covey.config.plain_files import open_below
+from covey.config.files import open_below
 from covey.tracking.records import encode
 from covey.tracking.rollout_choice import information
 from covey.tracking.run_folder import write_atomically

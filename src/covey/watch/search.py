@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from covey.config.plain_files import open_below
+from covey.config.files import open_below
 from covey.tracking.run_reader import parse_line, rollouts_file
 from covey.watch.index import FILTERS, Signature, connection
 from covey.watch.rollouts import list_row

@@ -151,7 +151,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from covey.config.plain_files import Refused, TooLarge
+from covey.config.files import Refused, TooLarge
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
 from covey.tracking.records import encode

@@ -279,7 +279,7 @@ def test_a_folder_that_is_no_data_set(files: dict[str, str], why: str, tmp_path:
 
 def test_a_missing_package_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.parquet", ROWS)
-    monkeypatch.setattr("covey.config.data_paths.find_spec", lambda name: None)
+    monkeypatch.setattr("covey.config.named_modules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'is read with pyarrow: pip install "covey\[arrow\]"'):
         DatasetConfig(path=str(path)).check()
 

@@ -26,8 +26,8 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
 from covey.config.machine import processors
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.plan import check_memory, plan_memory
 from covey.llm.generation import backend

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.lora import adapter_folder, read_adapter_config
+from covey.config.model_sources import adapter_folder, read_adapter_config
 from covey.data import Batch, Start, collate
 from covey.llm.critic import AdapterCritic
 from covey.llm.generation.local_generator import LocalGenerator

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from covey.llm.native import bindings, build
-from covey.runtime.cache import cache_folder
+from covey.runtime.variables import cache_folder
 from helpers.mutants import write_unoptimised_compiler
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 

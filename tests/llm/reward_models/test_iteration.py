@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.config import IterationConfig, RewardConfig
-from covey.config.reward_models import RewardModelConfig, RewardModelKind
+from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group
 from covey.llm.reward_models import iteration as module
 from covey.llm.reward_models.graded_groups import GradeSource

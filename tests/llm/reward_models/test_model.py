@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from covey.config import ConfigError
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from covey.llm.model.chat import Chat
 from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model, wrap_classifier

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.reward_models.loading import load_reward_model

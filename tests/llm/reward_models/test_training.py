@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError, RunError
-from covey.config.reward_models import RewardModelConfig, RewardModelKind
+from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps, read_examples
 from covey.llm.data.rows import hold_out
 from covey.llm.reward_models.evaluation import evaluate

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.llm.grader import build_grader
 from covey.llm.tasks import Arithmetic, Countdown, ReasoningGym, WordProblems
 from covey.runtime.worker.child import load_function

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, RewardConfig, RunConfig, rewards
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.config.rules import validate
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.math import math_equal

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.config import ConfigError, DatasetConfig, RewardConfig, RunConfig
-from covey.config.builtin_rewards import BUILT_IN_REWARDS
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.data import Start
 from covey.experiment.problem import build_problem
 from covey.llm.grader import GradingError, build_grader

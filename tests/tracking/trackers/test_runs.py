@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from covey.config.recipe_writing import write_config
-from covey.runtime.cache import cache_folder
+from covey.config.recipe import write_config
+from covey.runtime.variables import cache_folder
 from covey.tracking.run_store import read_metrics
 from covey.tracking.trackers.rows import CHARACTERS, COLUMNS
 from covey.tracking.trackers.tracker import NEW, Position, TrackedRun
@@ -197,7 +197,7 @@ every = 2
 KILLED = """
 import sys
 from covey.cli.main import main
-from covey.runtime.ranks import own_rank
+from covey.runtime.variables import own_rank
 from helpers.tracked_runs import WhenTracked
 
 if not own_rank():

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.planning import DevicesConfig
 from covey.runtime.optimizer import MASTER_DTYPE
+from covey_cluster.report import DevicesConfig
 
 GIGA = 1e9
 

@@ -12,9 +12,7 @@ import numpy as np
 from numpy.random import Generator
 
 from covey.config import ConfigError
-from covey.config.faults import faults_of
-from covey.config.files import user_path
-from covey.config.plain_files import read_below
+from covey.config.files import faults_of, read_below, user_path
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
 
 

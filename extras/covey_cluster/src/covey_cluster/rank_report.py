@@ -8,7 +8,6 @@ from functools import partial
 
 from covey.config import RunConfig
 from covey.config.fields import plural
-from covey.config.planning import DevicesConfig, check_planned_ranks, memory_size
 from covey.experiment.plan import (
     COLUMN_WIDTH,
     NAME_WIDTH,
@@ -40,6 +39,7 @@ from covey_cluster.communication import (
     sharded_traffic,
     whole_weights_traffic,
 )
+from covey_cluster.report import DevicesConfig, check_planned_ranks, memory_size
 from covey_cluster.throughput import TrainerSpeed, computing_seconds, evaluations_of_a_token
 
 REPLICATED, SHARDED, SHARDED_EXACT = "replicated", "FSDP2", "FSDP2, exact"

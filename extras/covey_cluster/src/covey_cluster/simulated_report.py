@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.planning import SimulationConfig
 from covey.llm.memory.estimate import decoded_rows, largest_group, token_bytes
 from covey_cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
 from covey_cluster.rank_report import RankPlanner
+from covey_cluster.report import SimulationConfig
 from covey_cluster.simulation import (
     ONE_AHEAD,
     SYNCHRONOUS,

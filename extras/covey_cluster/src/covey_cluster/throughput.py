@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config import ConfigError, RunConfig
-from covey.config.planning import DevicesConfig, SimulationConfig
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import token_bytes
 from covey_cluster.communication import GIGA, Traffic
+from covey_cluster.report import DevicesConfig, SimulationConfig
 from covey_cluster.servers import RooflineSpeed
 
 FORWARD, BACKWARD = 2, 4  # FLOPs of a weight and a token

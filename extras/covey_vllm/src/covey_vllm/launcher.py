@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import ConfigError, RunError
-from covey.config.faults import path_error
 from covey.config.fields import command
-from covey.config.files import make_folder, user_path
+from covey.config.files import make_folder, path_error, user_path
 from covey.config.model_sources import ModelKind, locate_model
-from covey.config.servers import default_token_file, hide
-from covey.config.serving import ServeOptions, VllmOptions
+from covey.config.servers import ServeOptions, VllmOptions, default_token_file, hide
 from covey.config.terminal import say
 from covey.experiment.llm import build_machine
 from covey.llm.model.architecture import position_limit
@@ -35,7 +33,7 @@ from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.proof import probe
 from covey.llm.remote.weights import FileTransport, dtype_name, private_folder, private_folders
-from covey.runtime.cache import cache_folder
+from covey.runtime.variables import cache_folder
 
 NAME = "policy"  # of the model in vLLM's routes
 MOST_BATCHED_TOKENS = 1 << 17

@@ -23,7 +23,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
-from covey.runtime.safe_path import safe_path
+from covey.runtime.variables import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
 FAILED = "covey/failed"  # the same: slots whose process died or hung in this step, which truncated their episode

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.common import ConfigError
-from covey.config.data_paths import data_files
 from covey.config.files import shortened
+from covey.config.named_modules import data_files
 
 MOST_ROWS = 5_000_000
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)  # datetime is a date

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from covey.config import ConfigError, DatasetConfig
-from covey.config.data_paths import data_files, is_arrow
-from covey.config.faults import path_error
-from covey.config.files import parse_json, read_file, shortened, user_path
+from covey.config.files import parse_json, path_error, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
+from covey.config.named_modules import data_files, is_arrow
 from covey.llm.data.arrow import check_count, plain_record, read_arrow
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from covey.config import CRITIC_FREE, RunConfig
-from covey.config.lora import resolved
+from covey.config.model_sources import resolved
 from covey.llm import critic
 from covey.llm.generation import (
     batch,

@@ -22,11 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files
-from covey.config.faults import machine_error, path_error
 from covey.config.fields import or_list
-from covey.config.files import walk
+from covey.config.files import machine_error, path_error, walk
 from covey.config.model_sources import MODEL_CONFIG_FILE
-from covey.config.reward_models import kind_of_class
+from covey.config.sft import kind_of_class
 
 LARGEST_SIZE = 2**40  # largest integer in a config.json
 MOST_LAYERS = 1000  # real models have up to a few hundred

@@ -29,12 +29,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from covey.config import ConfigError
-from covey.config.faults import path_error
-from covey.config.files import make_folder, sync
+from covey.config.files import make_folder, path_error, sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
 from covey.llm.model.files import check_model_config, reading
 from covey.llm.model.pretrained import SAFELY, skeleton
-from covey.runtime.cache import VARIABLE, cache_folder
+from covey.runtime.variables import CACHE_VARIABLE, cache_folder
 from covey.tracking.run_folder import give_usual_permissions
 
 EMBEDDED = EMBEDDED_MODELS[0]
@@ -131,7 +130,7 @@ def _using(cache: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         problem = path_error(error, f"cannot write to the cache {cache}", cache)
-        raise type(problem)(f"{problem}, or set {VARIABLE} to another folder") from error
+        raise type(problem)(f"{problem}, or set {CACHE_VARIABLE} to another folder") from error
 
 
 def _read_model(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

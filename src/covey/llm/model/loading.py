@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.lora import read_adapter_config
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     MODEL_CONFIG_FILE,
@@ -25,6 +24,7 @@ from covey.config.model_sources import (
     ModelSource,
     Origin,
     locate_model,
+    read_adapter_config,
 )
 from covey.llm.model.architecture import is_llama_like, position_limit
 from covey.llm.model.chat import Chat, end_ids_of

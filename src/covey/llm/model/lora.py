@@ -26,10 +26,8 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # peft
 from transformers.pytorch_utils import Conv1D
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.faults import path_error
-from covey.config.files import read_json
-from covey.config.lora import ADAPTER_WEIGHTS_FILE
-from covey.config.model_sources import ADAPTER_CONFIG_FILE
+from covey.config.files import path_error, read_json
+from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights, WholeWeights
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from covey.config.files import make_folder
-from covey.runtime.cache import cache_folder, check_private
 from covey.runtime.device import cpu_info
+from covey.runtime.variables import cache_folder, check_private
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 # -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError
-from covey.config.reward_models import DEFAULT_SEPARATOR
+from covey.config.sft import DEFAULT_SEPARATOR
 from covey.llm.model.chat import Chat, Message
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from covey.core.reward_model_losses import bradley_terry, cross_entropy, squared_error
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps
 from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow

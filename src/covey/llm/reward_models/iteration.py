@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from covey.config import ConfigError, IterationConfig
-from covey.config.reward_models import RewardModelConfig, RewardModelKind
+from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group, StepRecord
 from covey.llm.data.reward_examples import Example
 from covey.llm.reward_models.evaluation import evaluate, rank_agreement

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from covey.config import ConfigError
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind
-from covey.config.reward_models import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
+from covey.config.sft import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
 from covey.llm.generation.backend import find_kernels
 from covey.llm.model.architecture import is_llama_like, vocabulary_of
 from covey.llm.model.chat import Chat

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.config.reward_models import DEFAULT_SEPARATOR, REWARD_MODEL_FILE, RewardModelKind
+from covey.config.sft import DEFAULT_SEPARATOR, REWARD_MODEL_FILE, RewardModelKind
 from covey.data import Batch
 from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import hidden_states_for_actions

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.reward_models import RewardModelKind
+from covey.config.sft import RewardModelKind
 from covey.core.reward_model_losses import aggregate, step_differences
 from covey.llm.model.files import reading
 from covey.llm.reward_models.encoding import ScoredRow

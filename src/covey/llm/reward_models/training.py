@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from covey.config import RunError
-from covey.config.reward_models import RewardModelConfig
+from covey.config.sft import RewardModelConfig
 from covey.llm.reward_models.examples import EncodedExample, Objective
 from covey.llm.reward_models.model import RewardModel, microbatches
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule

@@ -1,6 +1,6 @@
 """Reward functions.
 
-numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.builtin_rewards`
+numeric, digits, ...      the built-in rewards, one file each, in the table `covey.config.rewards`
 answer_text, final_answer the text of a completion; the answer that it states
 read_number               the one number that an answer is, or why a right answer is none
 environment               the reward of a conversation's environment

@@ -32,8 +32,8 @@ from covey.config.servers import endpoint, hide, is_this_machine, judge_token
 from covey.llm.rewards.judge_score import ScoreReader
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
-from covey.runtime.cache import cache_folder
 from covey.runtime.event_loop import background
+from covey.runtime.variables import cache_folder
 from covey.runtime.worker.child import InvalidResult, one_printable_line
 from covey.runtime.worker.process import CallError
 

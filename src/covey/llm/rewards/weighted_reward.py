@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig
-from covey.config.builtin_rewards import BuiltInReward
 from covey.config.fields import check_fields
-from covey.config.rewards import check_reward
+from covey.config.rewards import BuiltInReward, check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.overlong import overlong

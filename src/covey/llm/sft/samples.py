@@ -20,7 +20,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.plain_files import LARGEST_RECORDS, read_below
+from covey.config.files import LARGEST_RECORDS, read_below
 from covey.config.sft import SFTConfig
 from covey.data import Group, Rollout
 from covey.llm.data.sft_examples import Example

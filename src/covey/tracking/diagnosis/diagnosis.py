@@ -103,7 +103,7 @@ def diagnose(
 
     Args:
         metrics: the lines of `metrics.jsonl`, in order, each with its "step".
-        config: the config of the run as nested tables: `config.toml`, or `covey.config.recipe_writing.config_to_dict`.
+        config: the config of the run as nested tables: `config.toml`, or `covey.config.recipe.config_to_dict`.
         evaluations: those of `summary.json`, if the run has ended.
 
     Returns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.fields import command, plural
-from covey.config.plain_files import read_below
+from covey.config.files import read_below
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis.diagnosis import CHECKS, diagnose
 from covey.tracking.diagnosis.finding import Finding, sentence

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ControlConfig, RunConfig
-from covey.config.faults import faults_of
-from covey.config.plain_files import read_below
-from covey.config.recipe_writing import config_to_dict
-from covey.config.reward_models import RewardModelTraining
+from covey.config.files import faults_of, read_below
+from covey.config.recipe import config_to_dict
+from covey.config.sft import RewardModelTraining
 from covey.tracking.run_folder import TRACKERS_FOLDER
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.trackers.rows import Row, has_table, rows_of, select_rows

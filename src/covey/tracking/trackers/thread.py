@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from covey.config.plain_files import read_below
+from covey.config.files import read_below
 from covey.tracking.trackers.rows import Row
 from covey.tracking.trackers.tracker import Position, TrackedRun, Tracker
 
