@@ -12,7 +12,7 @@ A turn of a conversation is a kind of completion. In the training process (`Conv
 has ended waits with its keys and values for a reply. The tokens of replies are fed together with the next token of the
 other rows. Completions that wait at the same tokens share their row, and go on in one row if their replies are equal
 and come together. On a server (`TurnBatch`) a turn is a request whose prompt is everything so far. Its keys and values
-are kept when it ends (`PrefixCache`), so that the next turn feeds only its last token and the reply, with the same bits.
+are kept when it ends (`PrefixCache`), so the next turn feeds only its last token and the reply, with the same bits.
 
 Shapes: R open completions, B branches (rows of the decoder; the completions of a branch have the same tokens so far),
 S prompts, N completions of all prompts, T tokens of the longest completion, V vocabulary.
