@@ -284,7 +284,7 @@ def _fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
         hints = get_type_hints(hint)
         return {
             name: (
-                field.type if isinstance(field := hints[name], dataclasses.InitVar) else field,
+                of.type if isinstance(of := hints[name], dataclasses.InitVar) else of,
                 given.default is given.empty,
             )
             for name, given in inspect.signature(hint).parameters.items()
@@ -295,7 +295,7 @@ def _fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
     marks = {name: get_origin(mark) for name, mark in marked.items()}  # __required_keys__ misses those in quotes
     required = {name for name in hint.__required_keys__ if marks[name] is not NotRequired}
     required |= {name for name, mark in marks.items() if mark is Required}
-    return {name: (field, name in required) for name, field in hints.items()}
+    return {name: (of, name in required) for name, of in hints.items()}
 
 
 def typed(value: Any, hint: Any) -> Any:

@@ -103,9 +103,12 @@ class ContinuousBatch:
 
     def completions(self, prompt: int) -> list[tuple[list[int], list[float]]]:
         """Token ids, the end token included, and log-probabilities (nats) of every completion of a prompt."""
-        numbers = range(prompt * self.group_size, (prompt + 1) * self.group_size)
-        spans = [(number, slice(self.lengths_N[number])) for number in numbers]
-        return [(self.tokens_NT[span].tolist(), self.logprobs_NT[span].tolist()) for span in spans]
+        return [self.completion(prompt * self.group_size + index) for index in range(self.group_size)]
+
+    def completion(self, number: int) -> tuple[list[int], list[float]]:
+        """Those of one of the N completions, so far."""
+        span = number, slice(self.lengths_N[number])
+        return self.tokens_NT[span].tolist(), self.logprobs_NT[span].tolist()
 
     def advance(self) -> None:
         """Generate one token of every open completion.
@@ -137,6 +140,13 @@ class ContinuousBatch:
         self.open_R, self.branch_R = np.append(self.open_R, new), np.append(self.branch_R, new_branches)
         self.admitted = end
         return [logits_SV.repeat_interleave(rows_each, dim=0)]
+
+    def _resume(self, numbers: Sequence[int], tokens: tuple[int, ...]) -> None:
+        """Open completions in the row that the decoder has appended; these tokens are fed to it in the next step."""
+        self.fed = [(token,) for token in self.fed_B.tolist()] if self.fed is None else self.fed
+        self.open_R = np.append(self.open_R, numbers)
+        self.branch_R = np.append(self.branch_R, [len(self.fed)] * len(numbers))
+        self.fed.append(tokens)
 
     def _free_rows(self) -> int:
         return min(self.decoder.free_rows(), self.max_rows - self.rows_in_use)
@@ -225,11 +235,6 @@ class ConversationBatch(ContinuousBatch):
         admits = self.admitted < len(self.prompts) and self.max_rows - self.rows_in_use >= self.group_size
         return bool(len(self.open_R) or self.replies or admits)
 
-    def turn(self, number: int) -> tuple[list[int], list[float]]:
-        """Token ids and log-probabilities of the current or last turn of a conversation."""
-        span = number, slice(self.lengths_N[number])
-        return self.tokens_NT[span].tolist(), self.logprobs_NT[span].tolist()
-
     def reply(self, number: int, tokens: tuple[int, ...], uniforms_T: NDArray[np.float64]) -> None:
         """Let a conversation that waits go on.
 
@@ -253,7 +258,8 @@ class ConversationBatch(ContinuousBatch):
     def advance(self) -> None:
         if self.replies:
             self._bring_back()
-        super().advance()
+        if self.can_advance:
+            super().advance()
 
     def _bring_back(self) -> None:
         """Append the rows of all replies to the batch, and order the branches by prompt."""
@@ -261,27 +267,25 @@ class ConversationBatch(ContinuousBatch):
         for number in sorted(self.replies):
             row = self.parked[number]
             alike.setdefault((row.slot, row.decoded, self.replies[number]), []).append(number)
-        self.fed = [(token,) for token in self.fed_B.tolist()]
         for (_, _, tokens), numbers in alike.items():
             row, *others = (self.parked.pop(number) for number in numbers)
             for other in others:
                 self.decoder.release(other)
             self.decoder.bring_back(row)
-            self.open_R = np.append(self.open_R, numbers)
-            self.branch_R = np.append(self.branch_R, [len(self.fed)] * len(numbers))
-            self.fed.append(tokens)
+            self._resume(numbers, tokens)
         self.replies.clear()
-        self._order_branches(self.fed)
+        self._order_branches()
 
-    def _order_branches(self, fed: list[tuple[int, ...]]) -> None:
+    def _order_branches(self) -> None:
         """Rows with the same prompt must be neighbours, so that attention reads its keys and values once for them."""
+        assert self.fed is not None
         _, first = np.unique(self.branch_R, return_index=True)
         order_B = np.argsort(self.open_R[first] // self.group_size, kind="stable")
         self.decoder.select(torch.from_numpy(order_B))
         rank_B = np.argsort(order_B)
         order_R = np.argsort(rank_B[self.branch_R], kind="stable")
         self.open_R, self.branch_R = self.open_R[order_R], rank_B[self.branch_R][order_R]
-        self.fed = [fed[branch] for branch in order_B]
+        self.fed = [self.fed[branch] for branch in order_B]
         self.fed_B = torch.tensor([tokens[-1] for tokens in self.fed])
 
     def _end(self, ended_R: NDArray[np.int64], branch_R: NDArray[np.int64]) -> None:
@@ -359,21 +363,15 @@ class TurnBatch(ContinuousBatch):
 
     def _restore(self) -> None:
         """Append the rows of the next prompts to the batch, as long as the cache has them and rows are free."""
-        if self.admitted == len(self.prompts):
-            return
-        fed: list[tuple[int, ...]] = [(token,) for token in self.fed_B.tolist()]
-        before = len(fed)
         while self._free_rows() >= self.group_size and (found := self._find(self.admitted)):
             length, row = found
             restore(self.decoder, row)
-            numbers = np.arange(self.admitted * self.group_size, (self.admitted + 1) * self.group_size)
-            self.open_R = np.append(self.open_R, numbers)
-            self.branch_R = np.append(self.branch_R, np.full(len(numbers), len(fed)))
-            fed.append(tuple(self.prompts[self.admitted][length:]))
+            numbers = range(self.admitted * self.group_size, (self.admitted + 1) * self.group_size)
+            self._resume(numbers, tuple(self.prompts[self.admitted][length:]))
             self.cached[self.admitted] = length
             self.admitted += 1
-        if len(fed) > before:
-            self.fed, self.fed_B = fed, torch.tensor([tokens[-1] for tokens in fed])
+        if self.fed is not None:
+            self.fed_B = torch.tensor([tokens[-1] for tokens in self.fed])
 
     def _find(self, prompt: int) -> tuple[int, KeptRow] | None:
         return self.cache.find(self.prompts[prompt]) if prompt < len(self.prompts) else None

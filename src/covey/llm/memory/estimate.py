@@ -20,7 +20,6 @@ from covey.llm.generation import (
     decoder,
     local_generator,
     native_decoder,
-    packed_layers,
     shared_prefix_decoder,
     token_sampling,
 )
@@ -239,7 +238,7 @@ def _sampling(
         device=device,
     )
     return {
-        "prepacked weights": packed_layers.copy_bytes(size.prepacked_parameters, width, device),
+        "prepacked weights": decoder.copy_bytes(size.prepacked_parameters, width, device),
         "keys and values": keys_and_values,
         "logits of a decoding step": logits,
     }
