@@ -11,7 +11,7 @@ from covey.config.files import user_path
 from covey.config.named_modules import search_path
 from covey.data import Rollout, Start, Task
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
+from covey.llm.conversation.processes import EnvironmentProcesses, copied_environment
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed, first_messages, transcript
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
@@ -21,6 +21,7 @@ from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, Prompts, build_task
 from covey.llm.tasks.prompt_limit import PromptLimit
 from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Session
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
@@ -100,7 +101,7 @@ COMPLETIONS = Completions()
 class Conversations:
     """Conversations with the environments of a run."""
 
-    def __init__(self, config: RunConfig, environments: Environments) -> None:
+    def __init__(self, config: RunConfig, environments: EnvironmentProcesses) -> None:
         """Describe an environment.
 
         Raises:

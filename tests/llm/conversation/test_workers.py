@@ -201,8 +201,8 @@ def test_a_column_without_json_fails_the_conversation(processes):
 STEP = "\n    def step(self, m): return 'x', 0.0, False"
 MISTAKES = {
     "class E:\n    def __init__(self, size): ..." + STEP:
-        "missing a required argument: 'size'; its options are size: give it a default value, set options = "
-        '["size = ..."], or in Python use functools.partial',
+        "missing a required argument: 'size'; its options are size: give each a default value, set options = "
+        '["NAME = VALUE"], or in Python use functools.partial',
     "class E:\n    async def reset(self): return 'x'" + STEP:
         "E.reset is an async function or a generator: make it an ordinary method",
     "class E:\n    async def step(self, m): return 'x', 0.0, False":

@@ -12,7 +12,7 @@ from typing import Any
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
-from covey.llm.conversation.processes import Environments, Reply, Session
+from covey.llm.conversation.processes import EnvironmentProcesses, Reply
 from covey.llm.conversation.styles import Answer, Style
 from covey.llm.data.rows import stable_hash
 from covey.llm.generation.generator import (
@@ -27,6 +27,7 @@ from covey.llm.model.chat import Message
 from covey.llm.sampler import GivenPrompt, LanguageSampler, completions_of
 from covey.runtime.worker.child import one_line
 from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Session
 
 FAILED = "its environment failed: "
 
@@ -39,7 +40,7 @@ class ConversationSampler(LanguageSampler):
     seed of the global random generators, a function of (seed, step, start).
     """
 
-    environments: Environments = None  # type: ignore[assignment]  # the fields before it have defaults
+    environments: EnvironmentProcesses = None  # type: ignore[assignment]  # the fields before it have defaults
     style: Style = None  # type: ignore[assignment]
     turns: int = 8
     total_tokens: int = 512  # of a conversation after its prompt
@@ -53,8 +54,8 @@ class ConversationSampler(LanguageSampler):
         """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""
         limits = Limits(self.turns, self.max_new_tokens, self.total_tokens)
         opened = [
-            [Conversation(self._open(start, step), self.style, self.encoder, limits) for _ in range(group_size)]
-            for start in starts
+            [Conversation(self.environments.open(seed), self.style, self.encoder, limits) for _ in range(group_size)]
+            for seed in (environment_seed(self.seed, step, start.index) for start in starts)
         ]
         every = [conversation for conversations in opened for conversation in conversations]
         try:
@@ -84,9 +85,6 @@ class ConversationSampler(LanguageSampler):
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups themselves: conversations are evaluated at their own limits only."""
         return list(groups)
-
-    def _open(self, start: Start, step: int) -> Any:
-        return self.environments.open(environment_seed(self.seed, step, start.index))
 
     def _reset(self, starts: Sequence[Start], opened: Sequence[Sequence[Conversation]]) -> None:
         """Reset all environments. One that fails has the prompt of a sibling, so that its rollout has tokens."""
@@ -305,13 +303,10 @@ class Conversation:
 
 
 def first_messages(prompt: str | Sequence[Message], observation: str) -> list[Message]:
-    """The messages with which a conversation begins: the prompt, and the first observation if there is one."""
+    """The messages with which a conversation begins: the prompt, whose last text the first observation follows."""
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return with_observation(messages, observation) if observation else messages
-
-
-def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:
-    """The prompt with the first observation, which follows the text of the last message of the user."""
+    if not observation:
+        return messages
     last = messages[-1]
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": observation}]
