@@ -59,19 +59,25 @@ $(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproj
 	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_cluster -e extras/covey_environments -e extras/covey_vllm
 	@touch $@
 
+# Its interpreter runs the kernels for GPUs on a CPU. It comes with the CUDA build of torch, in the version that it needs.
+$(VENV)/triton: $(STAMP) triton.lock
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton (200 MB)"; $(PIP) --no-compile -r triton.lock; } || \
+		echo "Triton cannot be installed here, so the tests of the kernels for GPUs are skipped"
+	@touch $@
+
 train: $(STAMP)
 	@$(BIN)/covey train arithmetic_grpo
 
-test: $(STAMP)
+test: $(VENV)/triton
 	@echo "The tests without the slow ones: about four minutes on two cores"
 	@$(BIN)/python -m pytest -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
-mutants: $(STAMP)
+mutants: $(VENV)/triton
 	@echo "The mutants, one of $(SHARE) shares: all take about half an hour on two cores"
 	@$(BIN)/python -m pytest -m mutants --share $(SHARE) tests/architecture/test_mutants.py
 
 # Those marked alone measure time or start several processes.
-test-slow: $(STAMP)
+test-slow: $(VENV)/triton
 	@echo "The slow tests, one of $(SHARE) shares: all take some hours on two cores"
 	@$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" --share $(SHARE) -n $(WORKERS) --dist loadscope
 	@$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" --share $(SHARE) || test $$? = 5  # none

@@ -20,6 +20,7 @@ os.environ |= {
     "PYGAME_HIDE_SUPPORT_PROMPT": "hide",
 }  # as gymnasium sets it
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).with_name("helpers") / "matplotlibrc")
+os.environ["TRITON_INTERPRET"] = "0" if os.path.exists("/dev/nvidiactl") else "1"  # kernels for GPUs, without one
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, and so in every process started
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

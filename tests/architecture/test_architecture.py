@@ -20,12 +20,13 @@ LONGEST_CLASS = 250
 LONGEST_FUNCTION = 60
 LONGEST_LOOP_AND_UPDATE, LONGEST_TRAIN_STEP = 200, 25
 MOST_TESTS_FOR_NONE = 6  # in all of train/: an optional component is an object, with a null object if there is none
-LIGHT_MODULES = ["covey.config", "covey.cli.main", "covey.watch.command", "covey.watch.indexer"]
+LIGHT_MODULES = ["covey.config", "covey.cli.main", "covey.watch.command", "covey.watch.index"]
 HEAVY_PACKAGES = {"torch", "transformers", "gymnasium", "matplotlib"}
 OPENED_PLAINLY = (
     "experiment/model_card.py: card.read_text(",  # the card of the model that the user names
     "experiment/reward_data.py: open(self.path",  # of the pairs that this process writes
     "experiment/reward_models.py: open(name",  # a data file that the user names
+    "tracking/diagnosis/diagnosis.py: Path(__file__)",
     "tracking/metrics.py: Path(__file__)",
     "tracking/rollout_export.py: open(file, 'x'",  # a new file
     "tracking/run_state.py: Path('/proc/locks')",

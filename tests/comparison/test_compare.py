@@ -17,8 +17,15 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.comparison import compare as module
-from covey.comparison.compare import compare, find_goal, read_contestants, runs_at_once
-from covey.comparison.parallel_runs import ParallelRunner, SeedJob, last_step
+from covey.comparison.compare import (
+    ParallelRunner,
+    SeedJob,
+    compare,
+    find_goal,
+    last_step,
+    read_contestants,
+    runs_at_once,
+)
 from covey.config import ConfigError, ControlConfig, RunError
 from helpers import recorded_runs
 

@@ -21,6 +21,7 @@ from covey.config import (
     CriticConfig,
     DatasetConfig,
     EvaluationConfig,
+    LoRAConfig,
     LossConfig,
     RewardConfig,
     RunConfig,
@@ -29,7 +30,14 @@ from covey.config import (
     WordProblemsConfig,
 )
 from covey.config.named_modules import check_function_name
-from covey.config.recipe import config_from_dict, config_to_dict, describe_fields, read_recipe, write_config
+from covey.config.recipe import (
+    config_from_dict,
+    config_to_dict,
+    describe_fields,
+    first_difference,
+    read_recipe,
+    write_config,
+)
 from covey.config.rules import validate
 
 RECIPE = """\
@@ -138,6 +146,17 @@ def test_every_task_reads_back_equal(task: object, tmp_path: Path) -> None:
     import tomllib
 
     assert config_from_dict(tomllib.loads((tmp_path / "c.toml").read_text())) == config
+
+
+def test_fields_that_went_are_read_from_run_folders_at_the_value_that_is_now_fixed(tmp_path: Path) -> None:
+    task = '[task]\nname = "arithmetic"\nheld_out_digits = []\n'
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"{task}[update]\nbeta1 = 0.9\n[[rewards]]\nname = 'numeric'\njudge_max_tokens = 256\n")
+    config = read_recipe(recipe)
+    assert first_difference({"update": {"beta1": 0.9}}, {"update": {}}) == ""
+    assert first_difference({"update": {"beta1": 0.8}}, {"update": {}}) == "update.beta1"
+    assert config.rewards == (RewardConfig(name="numeric"),)
+    assert "unknown field 'beta1' in [update]" in message_of_toml(tmp_path, task + "[update]\nbeta1 = 0.8\n")
 
 
 def test_every_field_has_help() -> None:
@@ -270,7 +289,7 @@ def test_a_group_of_one_is_enough_where_a_critic_compares() -> None:
         (with_sampling(max_new_tokens=-3), "sampling.max_new_tokens must be at least 1"),
         (replace(GOOD, update=UpdateConfig(minibatches=5)), "set minibatches to 4, or prompts_per_step to a multiple"),
         (replace(GOOD, update=UpdateConfig(learning_rate=0.0)), "update.learning_rate must be above 0"),
-        (replace(GOOD, update=UpdateConfig(beta2=1.0)), "update.beta2 must be below 1"),
+        (replace(GOOD, lora=LoRAConfig(dropout=1.0)), "lora.dropout must be below 1"),
         (replace(GOOD, update=UpdateConfig(max_grad_norm=0.0)), "update.max_grad_norm must be above 0"),
         (replace(GOOD, loss=LossConfig(dual_clip=1.0)), "must be above 1 (is 1.0), because it bounds the ratio"),
         (replace(GOOD, loss=LossConfig(clip_low=0.0)), "loss.clip_low must be above 0"),

@@ -168,8 +168,9 @@ def test_a_field_of_the_other_world_is_named_as_such(tmp_path: Path) -> None:
         (ENVIRONMENT + task, "task"),
         (ENVIRONMENT + "[loss]\nmask_truncated = true\n", "mask_truncated"),
     ):
-        assert f"('{key}' {language})" in message(tmp_path, toml)
-    assert f"('policy' {control})" in message(tmp_path, "[policy]\nhidden = [3]\n")
+        assert f"unknown field '{key}'" in message(tmp_path, toml)
+        assert f": it {language}" in message(tmp_path, toml)
+    assert f"unknown field 'policy' at the top level: it {control}" in message(tmp_path, "[policy]\nhidden = [3]\n")
     for option in ("--task", "--model", "--mask-truncated", "--sampling.group-size"):
         assert f"unknown field {option}: it {language}" in message(tmp_path, ENVIRONMENT, option, "1")
     for option in ("--environment.id", "--horizon", "--rollouts.kind"):

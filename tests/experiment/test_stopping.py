@@ -329,7 +329,9 @@ def test_a_run_ends_early_and_a_stop_in_between_changes_nothing(
     ],
 )
 def test_options_that_follow_the_score_need_evaluations(folder: Path, changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} follows the evaluations during training: set evaluation.every"):
+    with pytest.raises(
+        ConfigError, match=f"{field} is set, but has no effect while evaluation.every is 0: set evaluation.every"
+    ):
         validate(config(folder, "x", **changes))
 
 

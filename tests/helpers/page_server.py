@@ -14,7 +14,7 @@ from typing import Any
 from covey.runtime.web_server import listen
 from covey.watch.answers import Answers
 from covey.watch.command import page_server
-from covey.watch.indexer import Indexer
+from covey.watch.index import Indexer
 from covey.watch.library import Library, run_id
 
 SECONDS = 60.0  # of a request that hangs

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from covey.comparison.parallel_runs import SeedJob
+from covey.comparison.compare import SeedJob
 from covey.config import ConfigError, RunError
 
 
@@ -92,7 +92,7 @@ def wait_for_signal(job: SeedJob) -> dict[str, Any] | None:
 
 def main(folder: str) -> None:
     """Two waiting runs side by side, to be interrupted from outside."""
-    from covey.comparison.parallel_runs import ParallelRunner
+    from covey.comparison.compare import ParallelRunner
     from covey.config import ControlConfig
 
     jobs = [SeedJob("x", "x", seed, ControlConfig(), Path(folder) / str(seed)) for seed in range(2)]

@@ -14,7 +14,7 @@ import pytest
 from covey.llm.remote.server import token_guard
 from covey.runtime import web_server as module
 from covey.runtime.web_server import WebServer, json_response, listen, web_server
-from covey.watch.guard import refuse as refuse_other_sites
+from covey.watch.command import refuse as refuse_other_sites
 from helpers.page_server import SECONDS, Client
 
 HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"

@@ -12,7 +12,7 @@ import gymnasium  # noqa: F401 -- before the tests: it changes the environment w
 import pytest
 
 from covey.cli.main import main
-from covey.comparison.parallel_runs import last_step
+from covey.comparison.compare import last_step
 from covey.config import ConfigError, MachineError
 from covey.experiment.advice import read_launch
 from covey.tracking.curve import run_figure

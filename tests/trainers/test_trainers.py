@@ -17,7 +17,7 @@ from covey.data import Start
 from covey.llm.model.gguf import EMBEDDED
 from covey.llm.tasks import Arithmetic
 from covey.train.prepare import NO_REFERENCE
-from covey.trainers.prompts import PromptDeck, read_prompts
+from covey.trainers.base import PromptDeck, read_prompts
 from helpers.tiny_models import END, tiny_folder, tiny_model, tiny_tokenizer
 
 

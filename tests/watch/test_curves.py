@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covey.tracking.metric_table import MetricTable
-from covey.watch.curves import curves
+from covey.watch.answers import curves
 
 
 def table_of(folder: Path, records: list[dict[str, Any]]) -> MetricTable:

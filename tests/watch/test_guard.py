@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from covey.watch.guard import is_own_host
+from covey.watch.command import is_own_host
 from covey.watch.library import Library, run_id
 from helpers.large_run import write_run
 from helpers.page_server import Client, serving_here

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from covey.watch import index, search
-from covey.watch.index import index_path, progress, update
-from covey.watch.search import Query, select
+from covey.watch import index
+from covey.watch.index import Query, index_path, progress, select, update
 from helpers.conversation_records import conversation
 
 Found = list[tuple[int, int, int]]
@@ -79,7 +78,7 @@ def test_filters(run: Path, name: str, expected: Found) -> None:
 def test_an_index_has_the_order_of_rewards(run: Path, name: str) -> None:
     """Sorting all rollouts of a large run takes longer than the answer may."""
     with index.connection(built(run)) as database:
-        condition, values = search._condition(database, Query(filter=name))
+        condition, values = index._condition(database, Query(filter=name))
         ordered = f"SELECT * FROM rollouts WHERE {condition} ORDER BY {index.FILTERS[name].order}"
         plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {ordered}", values)]
     assert len(plan) == 1, plan  # a second line would be a sort
@@ -259,14 +258,14 @@ def test_old_indexes_are_deleted(run: Path) -> None:
 
 
 def test_a_search_ends_in_time_and_goes_on_where_it_ended(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SECONDS", -1.0)
+    monkeypatch.setattr(index, "SECONDS", -1.0)
     built(run)
     found: Found = []
     for offset, following in zip(range(8), [*range(1, 8), None], strict=True):  # a candidate each time
         answer = select(run, index_path(run), Query(text="a", offset=offset))
         found += [(row["step"], row["group"], row["index"]) for row in answer["rollouts"]]
         assert answer["next_offset"] == following
-    monkeypatch.setattr(search, "SECONDS", 60.0)
+    monkeypatch.setattr(index, "SECONDS", 60.0)
     assert found == places(run, text="a")
 
 

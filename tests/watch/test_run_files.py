@@ -17,11 +17,10 @@ from covey.config.files import Refused, TooLarge
 from covey.tracking import metric_table
 from covey.tracking.metric_table import MetricTable
 from covey.watch.answers import Answers, NotFound
-from covey.watch.events import Events
 from covey.watch.files import open_recording
-from covey.watch.index import index_path, update
+from covey.watch.index import Query, index_path, update
 from covey.watch.library import Library
-from covey.watch.search import Query
+from covey.watch.server import Events
 from helpers.large_run import write_run
 
 NAMES = (

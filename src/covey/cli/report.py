@@ -84,13 +84,13 @@ def _diagnose_options(parser: Parser) -> None:
 
 def diagnose_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey diagnose`."""
-    from covey.tracking.diagnosis.report import diagnose_run, write_findings
+    from covey.tracking.diagnosis import write_findings
 
     for place, name in enumerate(arguments.runs):
         run_dir = user_path(name)
         if place:
             say("")
-        say(write_findings(run_dir, diagnose_run(run_dir)))
+        say(write_findings(run_dir))
 
 
 def _watch_options(parser: Parser) -> None:

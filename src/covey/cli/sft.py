@@ -17,7 +17,7 @@ from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 # Fields of other tables that a supervised training uses.
 OTHER_FIELDS = (
     "model", "seed", "run_dir", "device", "precision", "threads", "chat.system_prompt", "update.weight_decay",
-    "update.beta1", "update.beta2", "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
+    "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
     "update.recompute", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "checkpoint.model_if_stopped",
     "trackers",
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """Statistics of several algorithms over several seeds, with confidence intervals, from their run folders.
 
-Shapes: S steps of a run, N seeds, M tasks, P points of a curve, D bootstrap draws.
+Shapes: S steps of a run, N seeds, P points of a curve, D bootstrap draws.
 
 Sources: Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical precipice",
-arXiv 2108.13264 (interquartile mean, stratified bootstrap, probability of improvement). Its authors' library `rliable`
+arXiv 2108.13264 (interquartile mean, bootstrap, probability of improvement). Its authors' library `rliable`
 gave the numbers that tests/comparison/test_estimates.py compares these functions with.
 """
 
@@ -42,19 +42,18 @@ class Estimate:
     high: float
 
 
-def interquartile_mean(scores: ArrayLike) -> float:
-    """The mean of the middle half: the floor(n / 4) lowest and highest scores are left out.
+def interquartile_mean(scores: ArrayLike) -> Any:
+    """The mean of the middle half of the last axis: the floor(n / 4) lowest and highest scores are left out.
 
     More robust to one lucky or failed seed than the mean, and it needs fewer seeds than the median. For fewer than four
     scores it is their mean.
 
     Source: Agarwal et al. 2021, section 4.3.
+
+    Raises:
+        ValueError: if there is no score.
     """
-    return float(_middle_mean(np.ravel(np.asarray(scores, dtype=np.float64))))
-
-
-def _middle_mean(values: Floats) -> Any:
-    """The interquartile mean over the last axis."""
+    values = np.asarray(scores, dtype=np.float64)
     size = values.shape[-1]
     if size == 0:
         raise ValueError("the interquartile mean needs at least one score")
@@ -63,62 +62,39 @@ def _middle_mean(values: Floats) -> Any:
 
 
 def interquartile_mean_estimate(scores: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
-    """The interquartile mean with its stratified percentile bootstrap interval.
-
-    Seeds are resampled with replacement within each task, so that every draw has every task equally often.
+    """The interquartile mean with its percentile bootstrap interval: seeds are resampled with replacement.
 
     Source: Agarwal et al. 2021, section 4.1.
 
     Args:
-        scores: [N] for one task, or [N, M].
+        scores: [N].
         seed: the same seed gives the same interval.
     """
-    scores_NM = _by_task(scores)
-    count, tasks = scores_NM.shape
-    drawn_DNM = np.random.default_rng(seed).integers(0, count, (draws, count, tasks))
-    means_D = _middle_mean(scores_NM[drawn_DNM, np.arange(tasks)].reshape(draws, -1))
-    return _estimate(interquartile_mean(scores_NM), means_D)
+    scores_N = np.asarray(scores, dtype=np.float64)
+    drawn_DN = np.random.default_rng(seed).integers(0, len(scores_N), (draws, len(scores_N)))
+    return _estimate(float(interquartile_mean(scores_N)), interquartile_mean(scores_N[drawn_DN]))
 
 
 def probability_of_improvement(first: ArrayLike, second: ArrayLike, seed: int = 0, draws: int = DRAWS) -> Estimate:
     """The probability that a seed of `first` scores higher than one of `second`, with its interval; a tie counts half.
 
-    P = mean over tasks and over all pairs (i, j) of [x_i > y_j] + [x_i = y_j] / 2, which is the Mann-Whitney U
-    statistic divided by the number of pairs. 0.5 is no difference. Scores may be infinite.
+    P = mean over all pairs (i, j) of [x_i > y_j] + [x_i = y_j] / 2, which is the Mann-Whitney U statistic divided by
+    the number of pairs. 0.5 is no difference. Scores may be infinite.
 
     Source: Agarwal et al. 2021, section 4.3.
 
     Args:
-        first, second: [N] for one task, or [N, M]; the numbers of seeds may differ, the tasks may not.
-        seed: the same seed gives the same interval; both sets of seeds are resampled within each task.
-
-    Raises:
-        ValueError: for different numbers of tasks.
+        first, second: the scores of their seeds, whose numbers may differ.
+        seed: the same seed gives the same interval; both sets of seeds are resampled.
     """
-    first_NM, second_NM = _by_task(first), _by_task(second)
-    if first_NM.shape[1] != second_NM.shape[1]:
-        raise ValueError(f"both must have the same tasks ({first_NM.shape[1]} and {second_NM.shape[1]})")
+    x_N, y_N = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    means_D = np.zeros(draws)
-    value = 0.0
-    for x_N, y_N in zip(first_NM.T, second_NM.T, strict=True):
-        # A win counts 2 and a tie 1: sums of integers are exact, so equal recipes give exactly 0.5.
-        points = 2.0 * (x_N[:, None] > y_N) + (x_N[:, None] == y_N)
-        drawn_x = generator.multinomial(len(x_N), np.full(len(x_N), 1 / len(x_N)), draws)
-        drawn_y = generator.multinomial(len(y_N), np.full(len(y_N), 1 / len(y_N)), draws)
-        means_D += ((drawn_x @ points) * drawn_y).sum(axis=1) / (2 * points.size)
-        value += float(points.sum()) / (2 * points.size)
-    tasks = first_NM.shape[1]
-    return _estimate(value / tasks, means_D / tasks)
-
-
-def _by_task(scores: ArrayLike) -> Floats:
-    """Scores as [N, M]; a plain list is one task."""
-    array = np.asarray(scores, dtype=np.float64)
-    array = array[:, None] if array.ndim == 1 else array
-    if array.ndim != 2 or array.size == 0:
-        raise ValueError(f"scores must be [seeds] or [seeds, tasks] and not empty (shape {array.shape})")
-    return array
+    # A win counts 2 and a tie 1: sums of integers are exact, so equal recipes give exactly 0.5.
+    points = 2.0 * (x_N[:, None] > y_N) + (x_N[:, None] == y_N)
+    drawn_x = generator.multinomial(len(x_N), np.full(len(x_N), 1 / len(x_N)), draws)
+    drawn_y = generator.multinomial(len(y_N), np.full(len(y_N), 1 / len(y_N)), draws)
+    means_D = ((drawn_x @ points) * drawn_y).sum(axis=1) / (2 * points.size)
+    return _estimate(float(points.sum()) / (2 * points.size), means_D)
 
 
 def _estimate(value: float, draws_D: Floats) -> Estimate:
@@ -279,9 +255,9 @@ def _band(curves: Sequence[tuple[Floats, Floats]], seed: int) -> Band | None:
     points_P = np.sort(np.concatenate(halves))  # also dense at the beginning, for a logarithmic axis
     values_PN = np.stack([np.interp(points_P, x, y) for x, y in curves], axis=1)
     drawn_DN = np.random.default_rng(seed).integers(0, len(curves), (CURVE_DRAWS, len(curves)))
-    means_PD = np.stack([_middle_mean(row_N[drawn_DN]) for row_N in values_PN])
+    means_PD = np.stack([interquartile_mean(row_N[drawn_DN]) for row_N in values_PN])
     low_P, high_P = np.quantile(means_PD, (0.025, 0.975), axis=1)
-    return Band(points_P, _middle_mean(values_PN), low_P, high_P)
+    return Band(points_P, interquartile_mean(values_PN), low_P, high_P)
 
 
 def smoothed(spent_S: Floats, values_S: Floats) -> tuple[Floats, Floats]:

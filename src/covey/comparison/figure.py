@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
-from covey.comparison.estimates import SeedRun, interquartile_mean_estimate, learning_curve, metric_curve
+from covey.comparison.estimates import Band, SeedRun, interquartile_mean_estimate, learning_curve, metric_curve
 from covey.comparison.report import Comparison, find_thresholds
 from covey.config.fields import plural
 from covey.tracking.wording import SECONDS
@@ -38,13 +38,8 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
     line of the threshold is the median cost at which seeds reached it.
     """
     axes_names = comparison.wording.axes
-    columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
-    rows = -(-len(comparison.runs) // columns)
-    height = 5.7 + 0.25 * rows
-    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
-    head = 0.72 + 0.27 * rows  # inches for title, note and legend
-    layout = ConstrainedLayoutEngine(rect=(0.008, 0.01, 0.984, 0.99 - head / height), wspace=0.04)
-    figure.set_layout_engine(layout)
+    what = f"{comparison.wording.kind.name} by cost"
+    figure = _canvas(comparison, 5.7, what, threshold=comparison.threshold is not None)
     panels = figure.subplots(1, len(axes_names), sharey=True)
     for panel, axis in zip(panels, axes_names, strict=True):
         _draw_panel(panel, comparison, axis)
@@ -57,8 +52,6 @@ def draw_learning_curves(comparison: Comparison, path: Path) -> Path:
         goal = -np.inf if comparison.threshold is None else comparison.threshold
         low, high = np.quantile(seen, 0.01), max(seen.max(), goal)
         panels[0].set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
-    what = f"{comparison.wording.kind.name} by cost"
-    _head(figure, comparison, columns, what, threshold=comparison.threshold is not None)
     figure.savefig(path)
     return path
 
@@ -77,8 +70,7 @@ def _draw_panel(panel: Axes, comparison: Comparison, axis: str) -> None:
         if band is None:
             continue
         ends.append(band.spent_P[-1])
-        panel.fill_between(band.spent_P, band.low_P, band.high_P, color=color, alpha=0.2, linewidth=0, zorder=3)
-        panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.4, zorder=5)
+        _draw_band(panel, band, color, style, 2.4)
     reached = _draw_threshold(panel, comparison, axis)
     if ends and max(ends) > LOGARITHMIC * min([*ends, *reached]):
         spent = np.concatenate([run.spent[axis] for runs in comparison.runs.values() for run in runs])
@@ -97,20 +89,13 @@ def draw_metrics(comparison: Comparison, path: Path) -> Path:
 
     Thin: each seed. Thick: the smoothed interquartile mean over seeds with its 95 % band.
     """
-    columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
     rows = -(-len(comparison.wording.panels) // METRIC_COLUMNS)
-    legend_rows = -(-len(comparison.runs) // columns)
-    height = 3.1 * rows + 0.95 + 0.25 * legend_rows
-    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
-    head = 0.72 + 0.27 * legend_rows  # inches for title, note and legend
-    rect = (0.008, 0.01, 0.984, 0.99 - head / height)
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, wspace=0.04, hspace=0.06))
+    figure = _canvas(comparison, 3.1 * rows + 0.95, "metrics of training", threshold=False)
     places = list(figure.subplots(rows, METRIC_COLUMNS, squeeze=False).flat)
     for panel, candidates in zip(places, comparison.wording.panels, strict=False):
         _draw_metric(panel, comparison, _measured(comparison, candidates))
     for panel in places[len(comparison.wording.panels) :]:
         panel.set_visible(False)
-    _head(figure, comparison, columns, "metrics of training", threshold=False)
     figure.savefig(path)
     return path
 
@@ -145,14 +130,18 @@ def _draw_metric(panel: Axes, comparison: Comparison, shown: MetricPanel) -> Non
         if band is None:
             continue
         known = True
-        panel.fill_between(band.spent_P, band.low_P, band.high_P, color=color, alpha=0.2, linewidth=0, zorder=3)
-        panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=2.2, zorder=5)
+        _draw_band(panel, band, color, style, 2.2)
     if not known:
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color=MUTED, fontsize=9)
     panel.set_ylim(shown.low, shown.high)
     panel.set_xlim(left=0)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _draw_band(panel: Axes, band: Band, color: str, style: Any, width: float) -> None:
+    panel.fill_between(band.spent_P, band.low_P, band.high_P, color=color, alpha=0.2, linewidth=0, zorder=3)
+    panel.plot(band.spent_P, band.middle_P, color=color, linestyle=style, linewidth=width, zorder=5)
 
 
 def _faintness(runs: Sequence[SeedRun]) -> float:
@@ -218,8 +207,15 @@ def _score_ticks(comparison: Comparison) -> FuncFormatter:
     return FuncFormatter(lambda value, _: comparison.wording.kind.write_tick(value))
 
 
-def _head(figure: Figure, comparison: Comparison, columns: int, what: str, *, threshold: bool) -> None:
-    """Draw title, note and legend above the panels."""
+def _canvas(comparison: Comparison, height: float, what: str, *, threshold: bool) -> Figure:
+    """A figure with title, note and legend above its panels, which take `height` inches."""
+    columns = max(1, min(len(comparison.runs), LEGEND_CHARACTERS // (8 + max(map(len, comparison.runs)))))
+    rows = -(-len(comparison.runs) // columns)
+    height += 0.25 * rows
+    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
+    head = 0.72 + 0.27 * rows  # inches for title, note and legend
+    rect = (0.008, 0.01, 0.984, 0.99 - head / height)
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, wspace=0.04, hspace=0.06))
     counts = sorted({len(runs) for runs in comparison.runs.values()})
     note = (
         f"{' or '.join([*map(str, counts[:-1]), plural(counts[-1], 'seed')])} each. Thin: every seed, unsmoothed. "
@@ -240,6 +236,7 @@ def _head(figure: Figure, comparison: Comparison, columns: int, what: str, *, th
                               markeredgecolor="white", label=label))  # fmt: skip
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.008, 1 - 0.66 * inch), ncols=columns,
                   frameon=False, fontsize=10.5, labelcolor=INK, handlelength=3, borderpad=0.2)  # fmt: skip
+    return figure
 
 
 def _look(number: int) -> tuple[str, Any]:

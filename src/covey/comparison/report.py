@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from statistics import median
@@ -213,48 +213,42 @@ def cautions(summary: dict[str, Any]) -> list[str]:
     return [line]
 
 
+def _section(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A heading, a text if there is one, and a table."""
+    table = [head, ["---"] * len(head), *rows]
+    lines = [f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---" * len(head) + "|" for cells in table]
+    return [f"## {title}", "", *([text, ""] if text else []), *lines]
+
+
 def _final_section(summary: dict[str, Any]) -> list[str]:
     score = summary["score"]
-    write = SCORE_KINDS[summary["score"]].write
-    lines = [
-        f"## Final {score}",
-        "",
-        f"| recipe | seeds | mean | interquartile mean (95 % interval) | worst seed | {score} of each seed |",
-        "|---|---|---|---|---|---|",
-    ]
+    write = SCORE_KINDS[score].write
+    head = ["recipe", "seeds", "mean", "interquartile mean (95 % interval)", "worst seed", f"{score} of each seed"]
+    rows = []
     for label, recipe in summary["recipes"].items():
         middle, worst = recipe["interquartile_mean"], recipe["worst"]
-        lines.append(
-            f"| {label} | {recipe['seeds']} | {write(recipe['mean'])} "
-            f"| {write(middle['value'])} ({write(middle['low'])} to {write(middle['high'])}) "
-            f"| {write(worst['score'])} (seed {worst['seed']}) "
-            f"| {', '.join(write(value) for value in recipe['final'].values())} |"
-        )
-    return lines
+        interval = f"{write(middle['value'])} ({write(middle['low'])} to {write(middle['high'])})"
+        finals = ", ".join(map(write, recipe["final"].values()))
+        last = f"{write(worst['score'])} (seed {worst['seed']})"
+        rows.append([label, str(recipe["seeds"]), write(recipe["mean"]), interval, last, finals])
+    return _section(f"Final {score}", "", head, rows)
 
 
 def _threshold_section(summary: dict[str, Any]) -> list[str]:
     if summary["threshold"] is None:
         return []
     axes = list(next(iter(summary["recipes"].values()))["to_threshold"])
-    lines = [
-        f"## Reaching {summary['threshold']:g}",
-        "",
-        "Median over seeds (minimum to maximum); a seed that did not reach it counts as never.",
-        "",
-        f"| recipe | reached | and stayed | {' | '.join(axes)} |",
-        "|---|---|---|" + "---|" * len(axes),
-    ]
+    rows = []
     for label, recipe in summary["recipes"].items():
-        seeds = recipe["seeds"]
-        spent = " | ".join(
+        spent = [
             "never"
             if math.isinf(one["least"])
             else f"{amount(one['median'])} ({amount(one['least'])} to {amount(one['most'])})"
             for one in recipe["to_threshold"].values()
-        )
-        lines.append(f"| {label} | {recipe['reached']} of {seeds} | {recipe['kept']} of {seeds} | {spent} |")
-    return lines
+        ]
+        rows.append([label, *(f"{recipe[how]} of {recipe['seeds']}" for how in ("reached", "kept")), *spent])
+    text = "Median over seeds (minimum to maximum); a seed that did not reach it counts as never."
+    return _section(f"Reaching {summary['threshold']:g}", text, ["recipe", "reached", "and stayed", *axes], rows)
 
 
 def _ending_section(summary: dict[str, Any]) -> list[str]:
@@ -262,17 +256,11 @@ def _ending_section(summary: dict[str, Any]) -> list[str]:
     metrics = list(dict.fromkeys(name for recipe in recipes.values() for name in recipe["ending"]))
     if not metrics:
         return []
-    lines = [
-        "## The last steps of training",
-        "",
-        f"Means over the last {plural(LAST_STEPS, 'step')} and all seeds (lowest to highest seed).",
-        "",
-        f"| recipe | {' | '.join(f'`{name}`' for name in metrics)} |",
-        "|---|" + "---|" * len(metrics),
+    rows = [
+        [label, *(_over_seeds(recipe["ending"].get(name, [])) for name in metrics)] for label, recipe in recipes.items()
     ]
-    for label, recipe in recipes.items():
-        lines.append(f"| {label} | {' | '.join(_over_seeds(recipe['ending'].get(name, [])) for name in metrics)} |")
-    return lines
+    text = f"Means over the last {plural(LAST_STEPS, 'step')} and all seeds (lowest to highest seed)."
+    return _section("The last steps of training", text, ["recipe", *(f"`{name}`" for name in metrics)], rows)
 
 
 def _over_seeds(values: Sequence[float]) -> str:
@@ -283,35 +271,28 @@ def _over_seeds(values: Sequence[float]) -> str:
 
 
 def _cost_section(summary: dict[str, Any]) -> list[str]:
-    lines = [
-        "## Cost",
-        "",
-        f"| recipe | seconds of training | seconds per 1,000 {summary['counted']} | peak memory |",
-        "|---|---|---|---|",
+    rows = [
+        [label, amount(recipe["seconds"]), amount(recipe["seconds_per_thousand"]), _memory(recipe)]
+        for label, recipe in summary["recipes"].items()
     ]
-    for label, recipe in summary["recipes"].items():
-        memory = f"{recipe['peak_bytes'] / 2**20:,.0f} MiB"
-        price = amount(recipe["seconds_per_thousand"])
-        lines.append(f"| {label} | {amount(recipe['seconds'])} | {price} | {memory} |")
-    return lines
+    head = ["recipe", "seconds of training", f"seconds per 1,000 {summary['counted']}", "peak memory"]
+    return _section("Cost", "", head, rows)
+
+
+def _memory(recipe: dict[str, Any]) -> str:
+    return f"{recipe['peak_bytes'] / 2**20:,.0f} MiB"
 
 
 def _pairs_section(summary: dict[str, Any]) -> list[str]:
     if not summary["pairs"]:
         return []
-    lines = [
-        "## Probability of improvement",
-        "",
-        "Probability that a seed of the first recipe beats one of the second, 95 % interval; 0.5 is equal.",
-        "",
-        "| first | second | measure | chance | so |",
-        "|---|---|---|---|---|",
-    ]
-    for pair in summary["pairs"]:
-        lines.append(
-            f"| {pair['first']} | {pair['second']} | {pair['measure']} | {_chance(pair)} | {pair['verdict']} |"
-        )
-    return lines
+    rows = [
+        [pair["first"], pair["second"], pair["measure"],
+         f"{pair['value']:.2f} ({pair['low']:.2f} to {pair['high']:.2f})", pair["verdict"]]
+        for pair in summary["pairs"]
+    ]  # fmt: skip
+    text = "Probability that a seed of the first recipe beats one of the second, 95 % interval; 0.5 is equal."
+    return _section("Probability of improvement", text, ["first", "second", "measure", "chance", "so"], rows)
 
 
 def _how_measured(summary: dict[str, Any], wording: Wording) -> list[str]:
@@ -360,7 +341,7 @@ def terminal_table(summary: dict[str, Any]) -> Table:
             table.add_row(f"{axis} to {goal}", *spent)
     prices = (amount(recipe["seconds_per_thousand"]) for recipe in recipes)
     table.add_row(f"seconds per 1,000 {summary['counted']}", *prices)
-    table.add_row("peak memory", *(f"{recipe['peak_bytes'] / 2**20:,.0f} MiB" for recipe in recipes))
+    table.add_row("peak memory", *map(_memory, recipes))
     return table
 
 
@@ -371,7 +352,3 @@ def amount(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _chance(pair: dict[str, Any]) -> str:
-    return f"{pair['value']:.2f} ({pair['low']:.2f} to {pair['high']:.2f})"

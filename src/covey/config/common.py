@@ -87,7 +87,8 @@ def config_field(
         above, below: exclusive limits.
         because: reason for the limits, which a refusal adds.
         used_by: the only algorithms, or kinds of rollouts, that use the field; empty: all.
-        needs: another field of the table, without which this one has no effect.
+        needs: another field of the table, or the dotted name of one of another table, without which this one has no
+            effect.
         advanced: shown by `--help-all` only.
     """
     limits = {"min": min, "max": max, "above": above, "below": below}
@@ -317,8 +318,6 @@ class UpdateBase(Table):
     )
     warmup_steps: int = config_field(0, "steps over which the learning rate rises from 0", min=0)
     weight_decay: float = config_field(0.0, "AdamW's decoupled weight decay", min=0, advanced=True)
-    beta1: float = config_field(0.9, "AdamW's decay of the mean gradient", min=0, below=1, advanced=True)
-    beta2: float = config_field(0.999, "AdamW's decay of the mean squared gradient", min=0, below=1, advanced=True)
     eight_bit_moments: bool = config_field(
         False, "keep AdamW's two moments in 8 bits: 2 bytes for each weight instead of 8, with rounding", advanced=True
     )
@@ -347,7 +346,7 @@ class CheckpointConfig(Table):
     every: int = config_field(20, "steps between checkpoints", min=1)
     keep: int = config_field(2, "checkpoints kept, at least 2", min=2, advanced=True)
     best: bool = config_field(
-        False, "also keep the checkpoint with the best held-out score, RUN@best; needs evaluation.every"
+        False, "also keep the checkpoint with the best held-out score, RUN@best", needs="evaluation.every"
     )
     model_if_stopped: bool = config_field(
         False, "write model/ also if the run is stopped before its end", advanced=True

@@ -48,9 +48,6 @@ class PolicyConfig(Table):
     initial_std: float = config_field(
         1.0, "standard deviation of continuous actions at the start", above=0, advanced=True
     )
-    critic_hidden: tuple[int, ...] = config_field(
-        (), "widths of ppo's critic; empty: the policy's", min=1, max=1_000_000, advanced=True, used_by=("ppo",)
-    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,10 @@ class ControlEvaluationConfig(Table):
     episodes: int = config_field(100, "episodes played greedily before and after training", min=1, max=1_000_000)
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
     patience: int = config_field(
-        0, "evaluations without a better mean return after which training ends; 0: it never ends early", min=0
+        0,
+        "evaluations without a better mean return after which training ends; 0: it never ends early",
+        min=0,
+        needs="every",
     )
     expected_return: float | None = config_field(None, "mean return that the recipe reaches")
 

@@ -9,7 +9,6 @@ those that would contradict the new values (`covey.config.rules.faults`) as the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import fields, replace
 from typing import Any
 
 from covey.config.common import ConfigError, Default
@@ -17,7 +16,7 @@ from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, toml_repr
 from covey.config.llm import RunConfig
 from covey.config.rewards import RewardConfig
-from covey.config.rules import faults
+from covey.config.rules import default, faults, get, put
 from covey.config.tasks import TASK_CONFIGS
 
 Config = RunConfig | ControlConfig
@@ -85,28 +84,6 @@ def _changes(recipe: Config, config: Config, given: Collection[str]) -> dict[str
 def _option(name: str) -> str:
     """The short command-line option of a field."""
     return f"--{name.removesuffix('.id').rpartition('.')[2].replace('_', '-')}"
-
-
-def get(config: Any, name: str) -> Any:
-    """The value of a field by its dotted name."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def put(config: Any, name: str, value: Any) -> Any:
-    """The config with another value in the field of this dotted name."""
-    section, _, leaf = name.rpartition(".")
-    if section:
-        return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
-    return replace(config, **{leaf: value})
-
-
-def default(config: Config, name: str) -> Any:
-    """The field's default, used if the recipe does not set it."""
-    section, _, leaf = name.rpartition(".")
-    owner = getattr(config, section) if section else config
-    return next(item.default for item in fields(owner) if item.name == leaf)
 
 
 def _value_of(recipe: Config, config: Config, name: str) -> Any:

@@ -287,7 +287,7 @@ class EvaluationConfig(Table):
     )
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
     patience: int = config_field(
-        0, "evaluations without a better score after which training ends; 0: it never ends early", min=0
+        0, "evaluations without a better score after which training ends; 0: it never ends early", min=0, needs="every"
     )
     token_limits: tuple[int, ...] = config_field(
         (), "token limits of evaluations; empty: max_new_tokens", min=1, advanced=True

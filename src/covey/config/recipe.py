@@ -8,8 +8,8 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 Config = RunConfig | ControlConfig
+# Fields that covey no longer has, which run folders hold at the value that is now fixed.
+FORMER = {"beta1": 0.9, "beta2": 0.999, "critic_hidden": [], "held_out_digits": [], "judge_max_tokens": 256}
 WORLDS: dict[type, str] = {RunConfig: "language models", ControlConfig: "control"}
 
 
-@dataclass(frozen=True)
-class FieldHelp:
+class FieldHelp(NamedTuple):
     """The entry of one field in `--help`."""
 
     section: str  # '' at the top level, 'sampling', 'task (arithmetic)', 'rewards'
@@ -132,14 +133,24 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]], *,
     Raises:
         ConfigError: for a field that does not exist, is ambiguous, or whose value cannot be read as its type.
     """
+    root, given = root_of(tables), list[str]()
+    sections = dict(sections_of(root))
     pairs = [(name.replace("-", "_"), value) for name, value in pairs]
-    root = root_of(tables)
-    given = []
     if root is RunConfig:
-        given = ["task" for name, _ in pairs if name in ("task", "task.name")]
-        pairs = _choose_task(tables, pairs)
-    hints = _known_fields(root, tables)
+        task = _task_table(tables.setdefault("task", {}))
+        for name, value in pairs:
+            if name in ("task", "task.name"):
+                given.append("task")
+                if task.get("name") != value:
+                    task.clear()
+                    task["name"] = value
+        sections["task"] = TASK_CONFIGS.get(str(task.get("name")))
+    hints = {name: hint for name, hint in get_type_hints(root).items() if name not in (*sections, "rewards")}
+    for section, kind in sections.items():
+        hints |= {f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()} if kind else {}
     for name, value in pairs:
+        if root is RunConfig and name in ("task", "task.name"):
+            continue
         dotted = _resolve(name, hints, root, tables, sft=sft)
         section, _, leaf = dotted.rpartition(".")
         table = tables.setdefault(section, {}) if section else tables
@@ -150,16 +161,10 @@ def apply_overrides(tables: dict[str, Any], pairs: Sequence[tuple[str, str]], *,
     return given
 
 
-def _choose_task(tables: dict[str, Any], pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace the [task] table if `--task NAME` is given; returns the other overrides."""
-    task = tables.setdefault("task", {})
+def _task_table(task: Any) -> dict[str, Any]:
     if not isinstance(task, dict):
         raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
-    for name, value in pairs:
-        if name in ("task", "task.name") and task.get("name") != value:
-            task.clear()
-            task["name"] = value
-    return [(name, value) for name, value in pairs if name not in ("task", "task.name")]
+    return task
 
 
 def parse_value(text: str, hint: Any, where: str) -> Any:
@@ -169,19 +174,16 @@ def parse_value(text: str, hint: Any, where: str) -> Any:
         ConfigError: if the text cannot be read as that type.
     """
     kind, is_list, optional = plain_type(hint)
+    read: Any = (lambda word: {"true": True, "false": False}[word.lower()]) if kind is bool else kind
     if optional and text.lower() == "none":
         return None
     try:
         if is_list:
-            return [_parse_single(part.strip(), kind) for part in text.split(",")] if text else []
-        return _parse_single(text, kind)
+            return [read(part.strip()) for part in text.split(",")] if text else []
+        return read(text)
     except (ValueError, KeyError):
         hint_text = " separated by commas" if is_list else ""
         raise ConfigError(f"{where} must be {describe_type(hint)}{hint_text} (is {text!r})") from None
-
-
-def _parse_single(text: str, kind: type) -> Any:
-    return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
 
 
 def root_of(tables: dict[str, Any]) -> type:
@@ -197,69 +199,85 @@ def sections_of(root: type) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(root).items() if is_dataclass(hint)}
 
 
-def _known_fields(root: type, tables: dict[str, Any]) -> dict[str, Any]:
-    """Dotted name -> type hint of every field that the command line may set, with those of the chosen task."""
-    sections = dict(sections_of(root))
-    if root is RunConfig:
-        sections["task"] = TASK_CONFIGS.get(str(tables["task"].get("name")))
-    known = {n: h for n, h in get_type_hints(root).items() if n not in (*sections, "rewards")}
-    for section, kind in sections.items():
-        if kind:
-            known.update({f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()})
-    return known
-
-
 def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any], *, sft: bool) -> str:
     """The dotted name of the field that a command-line name refers to."""
-    shown = name.replace("_", "-")
     if name in hints:
         return name
     if f"{name}.id" in hints:  # --environment NAME, as --task NAME
         return f"{name}.id"
+    shown = f"--{name.replace('_', '-')}"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
     of_sft = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.")]
     matches = of_sft if sft and of_sft else [dotted for dotted in matches if dotted not in of_sft]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise ConfigError(
-            f"--{shown} is ambiguous: write {' or '.join(f'--{match}' for match in matches)}".replace("_", "-")
-        )
-    if root is RunConfig:
-        others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
-        task = str(tables["task"].get("name"))
-        if others and task in TASK_CONFIGS:
-            raise ConfigError(f"--{shown} belongs to the task {others[0]}, and this run's task is {task}")
+        raise ConfigError(f"{shown} is ambiguous: write --{' or --'.join(matches)}".replace("_", "-"))
+    task = str(tables["task"].get("name")) if root is RunConfig else ""
+    others = [other for other, kind in TASK_CONFIGS.items() if name in get_type_hints(kind)]
+    if others and task in TASK_CONFIGS:
+        raise ConfigError(f"{shown} belongs to the task {others[0]}, and this run's task is {task}")
+    advice = _elsewhere(name, root)
+    if not advice:
+        words = [*hints, *(dotted.rpartition(".")[2] for dotted in hints)]
+        near = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
+        advice = f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
+    raise ConfigError(f"unknown field {shown}{advice}")
+
+
+def _places(key: str, root: type) -> list[str]:
+    """The tables of a kind of recipe that have a field of this name; '' is the top level."""
+    sections = sections_of(root)
+    top = [""] if key in get_type_hints(root) and key not in sections else []
+    return [*top, *(section for section, kind in sections.items() if key in get_type_hints(kind))]
+
+
+def _elsewhere(name: str, root: type) -> str:
+    """Advice about a name that this kind of recipe does not have, but the other kind or another library; '' else."""
     table, dot, _ = name.partition(".")
-    elsewhere = _elsewhere(table, root, is_table=bool(dot))
-    if elsewhere:
-        raise ConfigError(f"unknown field --{shown}: it is {elsewhere}")
-    if foreign := _foreign_name(name, root):
-        raise ConfigError(f"unknown field --{shown}: {foreign}")
-    iter_fields = [dotted.rpartition(".")[2] for dotted in hints]
-    near = difflib.get_close_matches(name, [*hints, *iter_fields], n=1, cutoff=0.6)
-    raise ConfigError(f"unknown field --{shown}" + (f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""))
+    for kind, words in WORLDS.items() if table not in get_type_hints(root) else ():
+        if table in get_type_hints(kind) or (not dot and {*_places(name, kind)} - {SFT_TABLE}):
+            return f": it is for {words}; a table [environment] makes a recipe one for control"
+    return _foreign(name, root)
 
 
-def _homes(key: str, root: type) -> list[str]:
-    """The tables that have a field of this name."""
-    return [section for section, kind in sections_of(root).items() if key in get_type_hints(kind)]
-
-
-def _foreign_name(key: str, root: type) -> str:
-    """covey's name for another library's field; '' if there is none."""
+def _foreign(name: str, root: type) -> str:
+    """covey's name for another library's, or why there is none; '' if no other library has the name."""
+    last = name.replace("-", "_").lower().rpartition(".")[2]
+    found = foreign_names().get(last)
+    if found is None:
+        return ""
+    whose, note = f": {found.libraries}: {last}", f"; {found.note}" if found.note else ""
+    if not found.fields:
+        return f"{whose} has no counterpart{note}"
     known = {f"{row.section.split()[0]}.{row.name}" if row.section else row.name for row in describe_fields(root)}
-    [other] = [words for kind, words in WORLDS.items() if kind is not root]
-    return answer(key, known, other)
+    here = " and ".join(field for field in found.fields if field in known)
+    other = next(words for kind, words in WORLDS.items() if kind is not root)
+    return f"{whose} is covey's {here or ' and '.join(found.fields) + f', in recipes for {other}'}{note}"
 
 
-def _elsewhere(key: str, root: type, *, is_table: bool = False) -> str:
-    """The other kind of recipe that has this table or field, in words; '' if none does or this kind does too."""
-    for kind in (root, *WORLDS):
-        homes = {*_homes(key, kind)} - {SFT_TABLE}
-        if key in get_type_hints(kind) or (homes and not is_table):
-            return "" if kind is root else f"for {WORLDS[kind]}; a table [environment] makes a recipe one for control"
-    return ""
+class ForeignName(NamedTuple):
+    """covey's counterpart of another library's name.
+
+    Attributes:
+        libraries: the libraries that have the name.
+        fields: dotted names of covey's fields for it.
+        note: the difference from covey's field, or the reason why there is none.
+    """
+
+    libraries: str
+    fields: tuple[str, ...]
+    note: str
+
+
+@cache
+def foreign_names() -> dict[str, ForeignName]:
+    """Name of another library -> covey's counterpart, from `foreign_names.toml`."""
+    table = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8"))
+    return {
+        name: ForeignName(libraries, tuple(fields.split()), "".join(note))
+        for name, (libraries, fields, *note) in table.items()
+    }
 
 
 def training_command(config: Config | RewardModelTraining) -> str:
@@ -283,7 +301,7 @@ def config_from_dict(tables: dict[str, Any]) -> Config:
     values: dict[str, Any] = {}
     for name, value in tables.items():
         if name == "task":
-            values[name] = read_task(value)
+            values[name] = _read_task(_task_table(value))
         elif name == "rewards":
             if not isinstance(value, list):
                 raise ConfigError("rewards must be a list of tables: write [[rewards]] with two brackets on each side")
@@ -295,14 +313,8 @@ def config_from_dict(tables: dict[str, Any]) -> Config:
     return root(**values)
 
 
-def read_task(table: Any) -> Any:
-    """Build the config of the task that a [task] table names; None for an empty table.
-
-    Raises:
-        ConfigError: for a task that does not exist, or a field that it does not have.
-    """
-    if not isinstance(table, dict):
-        raise ConfigError('task must be a table: [task] with name = "arithmetic" below it')
+def _read_task(table: dict[str, Any]) -> Any:
+    """The config of the task that a [task] table names; None for an empty table."""
     if not table:
         return None
     name = table.get("name")
@@ -318,8 +330,13 @@ def _table(table: Any, kind: type, where: str, root: type) -> Any:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table with fields below it (is {table!r})")
     hints = get_type_hints(kind)
+    table = _current(table)
     _refuse_unknown(table, hints, f"in {where}", root)
     return kind(**{name: _normalise(value, hints[name], f"{where} {name}") for name, value in table.items()})
+
+
+def _current(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in FORMER or value != FORMER[name]}
 
 
 def _normalise(value: Any, hint: Any, where: str) -> Any:
@@ -339,16 +356,15 @@ def _refuse_unknown(table: dict[str, Any], hints: dict[str, Any], where: str, ro
     for key in table:
         if key in hints:
             continue
-        if key in get_type_hints(root) and key not in sections_of(root):
+        places = _places(key, root)
+        if places[:1] == [""]:
             advice = f" ('{key}' belongs at the top, before the first [table])"
-        elif (homes := _homes(key, root)) and not (homes == [SFT_TABLE] and _foreign_name(key, root)):
-            advice = f" ('{key}' belongs in [{homes[0]}])"
-        elif _elsewhere(key, root):
-            advice = f" ('{key}' is {_elsewhere(key, root)})"
-        elif foreign := _foreign_name(key, root):
-            advice = f": {foreign}"
+        elif places and not (places == [SFT_TABLE] and _foreign(key, root)):
+            advice = f" ('{key}' belongs in [{places[0]}])"
         else:
-            advice = did_you_mean(key, list(hints)) or did_you_mean(key, ["environment", "task"])
+            advice = (
+                _elsewhere(key, root) or did_you_mean(key, list(hints)) or did_you_mean(key, ["environment", "task"])
+            )
         raise ConfigError(f"unknown field '{key}' {where}{advice}")
 
 
@@ -430,6 +446,7 @@ def config_to_dict(config: RunConfig | ControlConfig | RewardModelTraining) -> d
 def first_difference(first: Any, second: Any, where: str = "") -> str:
     """The dotted name of the first value in which two nested tables differ; '' if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
+        first = _current(first)
         for key in [*first, *(key for key in second if key not in first)]:
             name = f"{where}.{key}" if where else str(key)
             if key not in first or key not in second:
@@ -456,6 +473,7 @@ def _reward(reward: RewardConfig) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
+    """A value of a config as TOML and JSON have it: tables as dicts without unset fields, tuples as lists."""
     if is_dataclass(value):
         pairs = ((item.name, getattr(value, item.name)) for item in fields(value))
         return {name: plain(item) for name, item in pairs if item is not None}
@@ -469,41 +487,32 @@ def config_to_toml(config: RunConfig | ControlConfig | RewardModelTraining) -> s
 
 def changes_to_toml(config: RunConfig | ControlConfig) -> str:
     """The fields whose values are not their defaults, as TOML that reads back to an equal config."""
-    tables = config_to_dict(config)
-    defaults = config_to_dict(type(config)())
+    tables, defaults = config_to_dict(config), config_to_dict(type(config)())
     if "task" in tables:
         defaults["task"] = plain(type(config.task)())  # type: ignore[union-attr]
-    rewards = tables.pop("rewards", ())
-    changed = {}
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            value = _without(value, defaults.get(name, {}))
-        if value != {} and value != defaults.get(name):
-            changed[name] = value
-    return _toml(changed | {"rewards": [_without(reward, plain(RewardConfig())) for reward in rewards]})
+    rewards = [_changed(reward, plain(RewardConfig())) for reward in tables.pop("rewards", ())]
+    changed = {
+        name: _changed(value, defaults.get(name, {})) if isinstance(value, dict) else value
+        for name, value in _changed(tables, defaults).items()
+    }
+    return _toml({name: value for name, value in changed.items() if value != {}} | {"rewards": rewards})
 
 
-def _without(table: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _changed(table: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name not in defaults or value != defaults[name]}
 
 
 def _toml(tables: dict[str, Any]) -> str:
-    lines = [_line(name, value) for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"]
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{name}]", *(_line(key, item) for key, item in value.items())]
-    for reward in tables.get("rewards", ()):
-        lines += ["", "[[rewards]]", *(_line(key, item) for key, item in reward.items())]
-    return "\n".join(lines) + "\n"
+    top = {name: value for name, value in tables.items() if not isinstance(value, dict) and name != "rewards"}
+    parts = [("", top), *((f"[{name}]", value) for name, value in tables.items() if isinstance(value, dict))]
+    parts += [("[[rewards]]", reward) for reward in tables.get("rewards", ())]
+    lines = (["", head, *(f"{key} = {to_toml(item)}" for key, item in table.items())] for head, table in parts)
+    return "\n".join(line for part in lines for line in part)[2:] + "\n"
 
 
 def write_config(config: RunConfig | ControlConfig | RewardModelTraining, path: Path) -> None:
     """Write the resolved config as TOML; `read_recipe` reads it back equal."""
     path.write_text(config_to_toml(config), encoding="utf-8")
-
-
-def _line(name: str, value: Any) -> str:
-    return f"{name} = {to_toml(value)}"
 
 
 def to_toml(value: Any) -> str:
@@ -512,48 +521,3 @@ def to_toml(value: Any) -> str:
         return f"[{', '.join(to_toml(item) for item in value)}]"
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
-
-
-class ForeignName(NamedTuple):
-    """covey's counterpart of another library's name.
-
-    Attributes:
-        libraries: the libraries that have the name.
-        fields: dotted names of covey's fields for it.
-        note: the difference from covey's field, or the reason why there is none.
-    """
-
-    libraries: str
-    fields: tuple[str, ...]
-    note: str
-
-
-@cache
-def foreign_names() -> dict[str, ForeignName]:
-    """The table in `foreign_names.toml`."""
-    table = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8"))
-    return {
-        name: ForeignName(libraries, tuple(fields.split()), "".join(note))
-        for name, (libraries, fields, *note) in table.items()
-    }
-
-
-def answer(name: str, known: Collection[str], elsewhere: str) -> str:
-    """covey's name for `name`, or the reason why there is none, in one line; '' if no other library has the name.
-
-    Args:
-        name: the unknown name, with dots and either - or _, such as "actor_rollout_ref.rollout.n".
-        known: dotted names of the fields that this kind of recipe has.
-        elsewhere: in words, the kind of recipe that has the field if this kind does not.
-    """
-    last = name.replace("-", "_").lower().rpartition(".")[2]
-    found = foreign_names().get(last)
-    if found is None:
-        return ""
-    whose = f"{found.libraries}: {last}"
-    if not found.fields:
-        return f"{whose} has no counterpart; {found.note}"
-    here = [field for field in found.fields if field in known]
-    fields = " and ".join(here or found.fields)
-    where = "" if here else f", in recipes for {elsewhere}"
-    return f"{whose} is covey's {fields}{where}" + (f"; {found.note}" if found.note else "")

@@ -128,6 +128,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     ),
 }
 
+JUDGE_TOKENS = 256  # longest reply of a judge; judge_request may set another max_tokens
 LARGEST_PROMPT = 1 << 20  # bytes of judge_prompt_file
 SCRIPTS = (
     *("latin", "greek", "cyrillic", "armenian", "georgian", "hebrew", "arabic", "ethiopic", "devanagari", "bengali"),
@@ -272,10 +273,9 @@ class RewardConfig(Table):
     judge_range: tuple[float, ...] = _of_judge(
         (0.0, 1.0), "judge: lowest and highest score; grading fails for a score outside of it"
     )
-    judge_max_tokens: int = _of_judge(256, "judge: longest reply in tokens", min=1)
     judge_temperature: float = _of_judge(0.0, "judge: temperature of its replies", min=0, max=10)
     judge_request: str = _of_judge(
-        "", "judge: further fields of each request, as a JSON object; null takes a field out"
+        "", "judge: further fields of each request, such as max_tokens, as a JSON object; null takes a field out"
     )
     judge_concurrency: int = _of_judge(8, "judge: questions asked at a time", min=1, max=1024)
     judge_retries: int = _of_judge(
@@ -479,7 +479,7 @@ class RewardConfig(Table):
         request: dict[str, Any] = {
             "model": self.judge_model,
             "temperature": self.judge_temperature,
-            "max_tokens": self.judge_max_tokens,
+            "max_tokens": JUDGE_TOKENS,
         }
         if self.judge_request:
             try:

@@ -203,6 +203,28 @@ def faults(config: Config, *, own_rewards: bool = False, labels: bool = False) -
         )
 
 
+def get(config: Any, name: str) -> Any:
+    """The value of a field by its dotted name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def put(config: Any, name: str, value: Any) -> Any:
+    """The config with another value in the field of this dotted name."""
+    section, _, leaf = name.rpartition(".")
+    if section:
+        return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+    return replace(config, **{leaf: value})
+
+
+def default(config: Config, name: str) -> Any:
+    """The field's default, used if the recipe does not set it."""
+    section, _, leaf = name.rpartition(".")
+    owner = getattr(config, section) if section else config
+    return next(item.default for item in fields(owner) if item.name == leaf)
+
+
 def _tables(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The config and its tables with the beginning of their fields' dotted names, without [[rewards]]."""
     yield prefix, config
@@ -220,11 +242,12 @@ def _unused(config: Config, below: str = "") -> Iterator[Fault]:
             mends = {where + name: Default}
             users, needs = (item.metadata.get(key) for key in ("used_by", "needs"))
             switches = (needs,) if needs else () if name in table.SWITCH else table.SWITCH
-            if switches and set_fields.keys().isdisjoint(switches):
-                switch, value = where + switches[0], getattr(table, switches[0])
+            switches = tuple(switch if "." in switch else where + switch for switch in switches)
+            if switches and all(get(config, switch) == default(config, switch) for switch in switches):
+                value = get(config, switches[0])
                 yield Fault(
-                    f"{where}{name} is set, but has no effect while {switch} is "
-                    f"{'unset' if value in (None, '') else toml_repr(value)}: set {switch}, or "
+                    f"{where}{name} is set, but has no effect while {switches[0]} is "
+                    f"{'unset' if value in (None, '') else toml_repr(value)}: set {switches[0]}, or "
                     f"remove {where}{name}",
                     mends,
                 )
@@ -283,55 +306,34 @@ def _shared(config: Config) -> Iterator[Fault]:
         )
     if loss.entropy_target is not None and loss.entropy_controller == "clip":
         unset = {"loss.entropy_target": Default}
-        if algorithm in WITHOUT_CLIPPED_GRADIENT:
-            yield Fault(
-                f"loss.entropy_controller is 'clip', but {algorithm} clips no gradients: set it to 'bonus', or choose "
-                "grpo",
-                unset,
-            )
-        if once:
-            yield Fault(
-                "loss.entropy_controller is 'clip', but with update.epochs and update.minibatches at 1 every ratio is "
-                "1 and nothing is clipped: raise one of them, or set it to 'bonus'",
-                unset,
-            )
-    for name, value in {
-        "evaluation.patience": config.evaluation.patience,
-        "checkpoint.best": config.checkpoint.best,
+        for reason, found in {
+            f"{algorithm} clips no gradients: set it to 'bonus', or choose grpo": algorithm in WITHOUT_CLIPPED_GRADIENT,
+            "with update.epochs and update.minibatches at 1 every ratio is 1 and nothing is clipped: raise one of "
+            "them, or set it to 'bonus'": once,
+        }.items():
+            if found:
+                yield Fault(f"loss.entropy_controller is 'clip', but {reason}", unset)
+    for reason, found in {
+        f"{algorithm} does not compare within groups, so the advantages of a rollout are those of the step that "
+        "sampled it: remove it, or choose grpo": algorithm in NOT_BY_GROUP,
+        "the KL is in the reward, where it is that of the policy which sampled: set loss.kl_coefficient to 0, or "
+        "loss.kl_estimator to 'k3'": _kl_in_reward(config),
+        "Clip-Cov and KL-Cov compare decisions of one policy, and earlier groups are of others: set "
+        "loss.clip_cov_fraction and loss.kl_cov_fraction to 0, or replay.groups": (
+            loss.clip_cov_fraction + loss.kl_cov_fraction > 0
+        ),
+        "iteration.steps trains the reward model, so earlier groups have the rewards of another one: remove one of "
+        "them": isinstance(config, RunConfig) and config.iteration.steps is not None,
     }.items():
-        if value and not config.evaluation.every:
-            yield Fault(
-                f"{name} follows the evaluations during training: set evaluation.every, such as 10", {name: Default}
-            )
-    if config.replay.groups and (reason := _why_not_replayed(config)):
-        yield Fault(f"replay.groups is set, but {reason}", {"replay.groups": Default})
+        if found and config.replay.groups:
+            yield Fault(f"replay.groups is set, but {reason}", {"replay.groups": Default})
 
 
-def _why_not_replayed(config: Config) -> str:
-    """Why rollouts of this run cannot be learnt from again, with the remedy; empty if they can."""
+def _kl_in_reward(config: Config) -> bool:
+    """True if the KL to the reference is in the reward of an algorithm that compares within groups."""
     loss = config.loss
-    if config.algorithm in NOT_BY_GROUP:
-        return (
-            f"{config.algorithm} does not compare within groups, so the advantages of a rollout are those of the step "
-            "that sampled it: remove it, or choose grpo"
-        )
     estimator = loss.kl_estimator or ("k1" if config.algorithm in KL_IN_REWARD else "k3")
-    if estimator == "k1" and loss.kl_to == "reference" and loss.kl_coefficient != 0:
-        return (
-            "the KL is in the reward, where it is that of the policy which sampled: set loss.kl_coefficient to 0, or "
-            "loss.kl_estimator to 'k3'"
-        )
-    if loss.clip_cov_fraction or loss.kl_cov_fraction:
-        return (
-            "Clip-Cov and KL-Cov compare decisions of one policy, and earlier groups are of others: set "
-            "loss.clip_cov_fraction and loss.kl_cov_fraction to 0, or replay.groups"
-        )
-    if isinstance(config, RunConfig) and config.iteration.steps:
-        return (
-            "iteration.steps trains the reward model, so earlier groups have the rewards of another one: remove one of "
-            "them"
-        )
-    return ""
+    return estimator == "k1" and loss.kl_to == "reference" and loss.kl_coefficient != 0
 
 
 def _groups(config: RunConfig) -> Iterator[Fault]:
@@ -414,27 +416,17 @@ def _conversation(config: RunConfig) -> Iterator[Fault]:
 
 def _credit(config: RunConfig, *, other_rewards: bool) -> Iterator[Fault]:
     """loss.credit and what it compares; with `other_rewards`, [[rewards]] does not decide whether steps are used."""
-    loss, unset = config.loss, {"loss.normalize_rewards": Default}
-    if loss.normalize_rewards == "each" and config.algorithm not in DIVIDES_BY_GROUP_STD:
-        yield Fault(
-            f'loss.normalize_rewards is "each", but {config.algorithm} does not divide by the deviation of a group: '
-            f"remove it, or choose {or_list(DIVIDES_BY_GROUP_STD)}",
-            unset,
-        )
-    if loss.normalize_rewards == "each" and loss.credit != "outcome":
-        yield Fault(
-            f'loss.normalize_rewards is "each", which compares whole completions, but loss.credit is {loss.credit!r}: '
-            "set one of them to its default",
-            unset,
-        )
-    if loss.normalize_rewards == "each" and (
-        loss.kl_estimator == "k1" and loss.kl_to == "reference" and loss.kl_coefficient != 0
-    ):
-        yield Fault(
-            'loss.normalize_rewards is "each", which normalises the rewards of [[rewards]], but kl_estimator = "k1" '
-            'puts the KL into their sum: set kl_estimator = "k3"',
-            unset,
-        )
+    loss = config.loss
+    for reason, found in {
+        f"{config.algorithm} does not divide by the deviation of a group: remove it, or choose "
+        f"{or_list(DIVIDES_BY_GROUP_STD)}": config.algorithm not in DIVIDES_BY_GROUP_STD,
+        f"compares whole completions, and loss.credit is {loss.credit!r}: set one of them to its default": (
+            loss.credit != "outcome"
+        ),
+        'kl_estimator = "k1" puts the KL into the sum of the rewards: set kl_estimator = "k3"': _kl_in_reward(config),
+    }.items():
+        if found and loss.normalize_rewards == "each":
+            yield Fault(f'loss.normalize_rewards is "each", but {reason}', {"loss.normalize_rewards": Default})
     if other_rewards:
         return
     if loss.credit != "outcome" and not may_pay_steps(config):
@@ -593,8 +585,8 @@ def _check_control_size(config: ControlConfig) -> None:
     steps = {"fragments": rollouts.fragment_steps, "branches": rollouts.horizon}.get(rollouts.kind, 1)
     count = rollouts.copies if rollouts.kind == "fragments" else rollouts.starts_per_step * rollouts.group_size
     refuse_above(count * steps * DECISION_BYTES, f"a step of {count * steps:,} decisions", "the fields of [rollouts]")
-    for name, widths in (("hidden", config.policy.hidden), ("critic_hidden", config.policy.critic_hidden)):
-        if len(widths) > MOST_LAYERS:
-            raise ConfigError(f"policy.{name} has {len(widths):,} layers: at most {MOST_LAYERS} are trained")
-        weights = sum(first * second for first, second in pairwise(widths)) + sum(widths)
-        refuse_above(weights * WEIGHT_BYTES, f"a network of {weights:,} weights", f"the widths in policy.{name}")
+    widths = config.policy.hidden
+    if len(widths) > MOST_LAYERS:
+        raise ConfigError(f"policy.hidden has {len(widths):,} layers: at most {MOST_LAYERS} are trained")
+    weights = sum(first * second for first, second in pairwise(widths)) + sum(widths)
+    refuse_above(weights * WEIGHT_BYTES, f"a network of {weights:,} weights", "the widths in policy.hidden")

@@ -23,13 +23,6 @@ class ArithmeticConfig(Table):
     )
     negative: bool = config_field(False, "allow answers below 0, such as that of 17 - 45", advanced=True)
     instruction: str = config_field("Reply with the number only.", "sentence added to the question", advanced=True)
-    held_out_digits: tuple[int, ...] = config_field(
-        (),
-        "digits of an operand in held-out problems; empty: as in training",
-        min=1,
-        max=12,
-        advanced=True,
-    )
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,6 @@ def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, w
     return MasterAdamW(
         module,
         lr=update.learning_rate,
-        betas=(update.beta1, update.beta2),
         weight_decay=update.weight_decay,
         max_grad_norm=update.max_grad_norm,
         team=team,

@@ -281,7 +281,7 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
     """The untrained critic of a policy."""
     return ControlCritic(
         policy.observation_size,
-        hidden=config.policy.critic_hidden or config.policy.hidden,
+        hidden=config.policy.hidden,
         activation=config.policy.activation,
         normaliser=policy.normaliser,
         seed=config.seed,

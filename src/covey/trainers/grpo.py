@@ -16,8 +16,7 @@ from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
-from covey.trainers.base import LanguageTrainer, Model, OnStep, TrainerOptions, option_names, with_rewards
-from covey.trainers.prompts import Prompts, check_names
+from covey.trainers.base import LanguageTrainer, Model, Prompts, TrainerOptions, check_names, option_names, with_rewards
 
 
 class GRPOTrainer(LanguageTrainer):
@@ -133,19 +132,6 @@ class GRPOTrainer(LanguageTrainer):
             group_size=fixed_size(self.group_size),
         )
         return train_step(run, config, self.progress).metrics
-
-    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
-
-        Args:
-            on_step: called with (step, metrics) after every step.
-        """
-        history = []
-        for _ in range(self.options.steps):
-            history.append(self.training_step(self._draw()))
-            if on_step is not None:
-                on_step(self.step, history[-1])
-        return history
 
 
 class _Answers(Stateless):

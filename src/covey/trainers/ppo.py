@@ -31,14 +31,14 @@ from covey.train.update import update
 from covey.trainers.base import (
     LanguageTrainer,
     Model,
-    OnStep,
+    Prompts,
     TrainerOptions,
+    check_names,
     open_model,
     option_names,
     policy_of,
     with_rewards,
 )
-from covey.trainers.prompts import Prompts, check_names
 
 # Experiences always have the log-probabilities of the old policy; `prepare_batch` computes them from 2 steps on.
 SEVERAL_STEPS = 2
@@ -231,20 +231,11 @@ class PPOTrainer(LanguageTrainer):
         self.sampler.refresh(self.step)
         return self.metrics["loss"] + self.metrics["loss/value"]
 
-    def train(self, on_step: OnStep | None = None) -> list[dict[str, float]]:
-        """Train for `steps` steps on the trainer's prompts; returns the metrics of each step.
-
-        Args:
-            on_step: called with (step, metrics) after every step.
-        """
-        history = []
-        for _ in range(self.options.steps):
-            experiences = self.collect_experiences(self._draw())
-            self.update_policy(experiences)
-            history.append(experiences["metrics"] | self.metrics)
-            if on_step is not None:
-                on_step(self.step, history[-1])
-        return history
+    def training_step(self, batch: Prompts) -> dict[str, float]:
+        """One step: collect experiences, update the policy. Returns its metrics, which docs/metrics.md explains."""
+        experiences = self.collect_experiences(batch)
+        self.update_policy(experiences)
+        return experiences["metrics"] | self.metrics
 
     def save(self, folder: str | Path) -> None:
         """Write actor and tokenizer in the format of transformers, and the critic into the subfolder critic/."""

@@ -2,7 +2,11 @@
 
 The index is derived from the run's files and may be deleted at any time. It is a file in covey's cache folder. It holds
 numbers, and for each rollout the place of its line; the texts stay in the run's files. One process at a time writes an
-index (`update`), and any number may read it (`search.select`).
+index (`update`), and any number may read it (`select`).
+
+The server starts a process that writes them, `python -P -m covey.watch.index` (`Indexer`), because Python would
+otherwise share its time with the server's answers. It reads run folders from its standard input, one in JSON a line,
+brings the index of each up to date, and ends when the input ends.
 
 Once a text is searched for, the trigrams of the texts are indexed too, if SQLite has FTS5 with its trigram tokenizer.
 They find candidates, each of which is compared with its line. That takes several times as long as the numbers, so it is
@@ -13,27 +17,38 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
+import queue
+import signal
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from covey.config.files import files_below, make_folder
+from covey.config.files import files_below, make_folder, open_below
 from covey.runtime.variables import cache_folder
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
-from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, prompt_text
+from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, parse_line, prompt_text, rollouts_file
 from covey.tracking.turns import searched_text
-from covey.watch.rollouts import is_failed, is_truncated
+from covey.watch.rollouts import is_failed, is_truncated, list_row
 
 SCHEMA_VERSION = 4
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
 BUSY_SECONDS = 5.0  # that a reader waits for a writer
 LONGEST_TEXT = 1 << 20  # characters of a rollout that are searched
 UNUSED_DAYS = 30  # after which an index is deleted
+NICENESS = 10  # of the process that writes indexes
+AGAIN_SECONDS = 1.0  # least time between two requests for the same run
+SECONDS = 1.5  # for comparing lines with the text that is searched for
+MOST_TRIGRAMS = 40  # of that text, for which the index is asked
+LONGEST_QUERY = 200  # characters of it
 
 SCHEMA = """
 CREATE TABLE files (step INTEGER PRIMARY KEY, inode INTEGER, size INTEGER, mtime_ns INTEGER, texts INTEGER);
@@ -48,6 +63,7 @@ CREATE INDEX worst ON rollouts (reward, step DESC, grp, place);
 TRIGRAMS = "CREATE VIRTUAL TABLE texts USING fts5(text, tokenize='trigram', content='', detail='none')"
 TABLES = ("files", "rollouts", "texts")
 Signature = tuple[int, int, int]  # inode, size and time of change of a file
+Task = tuple[Path, bool]  # a run folder, and True if its texts are indexed too
 
 
 @dataclass(frozen=True)
@@ -248,11 +264,7 @@ def rollout_files(run_dir: Path) -> dict[int, Signature]:
         files = files_below(run_dir, ROLLOUTS_FOLDER)
     except OSError:
         return {}
-    return {
-        int(match[1]): (status.st_ino, status.st_size, status.st_mtime_ns)
-        for name, status in files
-        if (match := STEP_FILE.fullmatch(name))
-    }
+    return {int(match[1]): _signature(status) for name, status in files if (match := STEP_FILE.fullmatch(name))}
 
 
 def progress(run_dir: Path, path: Path) -> dict[str, Any]:
@@ -276,3 +288,208 @@ def delete_unused(folder: Path) -> None:
                     if is_alone:  # the file of an index that is being written may be old: new rows are in its journal
                         _delete(path)
                         path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+class Indexer:
+    """Starts the process when it is first needed, and asks it to index runs. A context manager."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: dict[Path, float] = {}  # run folder -> when it was asked for
+        self._searched: set[Path] = set()  # those whose texts were asked for
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Indexer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._process is not None and self._process.stdin is not None:
+                with suppress(OSError):
+                    self._process.stdin.close()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(0.3)
+                self._process.kill()
+                self._process.wait()
+
+    @property
+    def wanted(self) -> set[Path]:
+        """The run folders that were asked for."""
+        return set(self._asked)
+
+    def ask(self, run_dir: Path, *, texts: bool = False) -> None:
+        """Have the index of a run brought up to date. A process that has died is started again.
+
+        Args:
+            texts: index the texts too, from now on.
+        """
+        with self._lock:
+            if texts and run_dir not in self._searched:
+                self._searched.add(run_dir)
+                self._asked.pop(run_dir, None)
+            if time.monotonic() - self._asked.get(run_dir, float("-inf")) < AGAIN_SECONDS:
+                return
+            self._asked[run_dir] = time.monotonic()
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "covey.watch.index"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            assert self._process.stdin is not None
+            with suppress(OSError):
+                line = json.dumps([os.fsdecode(run_dir), run_dir in self._searched])
+                self._process.stdin.write(line.encode() + b"\n")
+                self._process.stdin.flush()
+
+
+def main() -> None:
+    """Index the runs that the standard input names, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which closes the input
+    with suppress(OSError):
+        os.nice(NICENESS)
+    asked: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(asked,), daemon=True).start()
+    delete_unused(index_folder())
+    waiting: list[Task] = []
+    while True:
+        waiting = list(dict.fromkeys([*waiting, *_drain(asked)])) or [asked.get()]
+        task = run_dir, texts = waiting.pop()  # what was asked for last comes first
+        with suppress(OSError, sqlite3.Error):
+            for _ in update(run_dir, index_path(run_dir), texts=texts):
+                newer = [other for other in _drain(asked) if other != task]
+                if newer:
+                    waiting += [task, *newer]
+                    break
+
+
+def _read(asked: queue.SimpleQueue[Task]) -> None:
+    for line in sys.stdin.buffer:
+        with suppress(ValueError, TypeError):
+            name, texts = json.loads(line)
+            asked.put((Path(name), bool(texts)))
+    os._exit(0)  # an index survives that, as its transactions do
+
+
+def _drain(asked: queue.SimpleQueue[Task]) -> list[Task]:
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(asked.get_nowait())
+    return found
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is searched for."""
+
+    filter: str = ""  # a key of `FILTERS`
+    text: str = ""  # that the completion or the prompt contains, in any case
+    first: int = 0  # step
+    last: int = 1 << 62
+    offset: int = 0  # candidates to skip: a multiple of nothing, taken from the answer before
+    limit: int = 50
+
+
+def select(run_dir: Path, path: Path, query: Query) -> dict[str, Any]:
+    """The rollouts that a query selects, without the key "index" of the API.
+
+    It ends after that time even if there may be more, so that "rollouts" may have fewer than the limit although
+    "next_offset" says where to go on.
+
+    Raises:
+        sqlite3.Error: if there is no index.
+    """
+    found: list[dict[str, Any]] = []
+    needle = _in_json(query.text)
+    seen, deadline, is_complete = 0, time.monotonic() + SECONDS, True
+    with connection(path) as database, _Lines(run_dir, database) as lines:
+        condition, values = _condition(database, query)
+        total = database.execute(f"SELECT count(*) FROM rollouts WHERE {condition}", values).fetchone()[0]
+        chosen = f"SELECT step, grp, place, signal, offset, length FROM rollouts WHERE {condition}"
+        ordered = f"{chosen} ORDER BY {FILTERS[query.filter].order} LIMIT -1 OFFSET ?"
+        rows = database.execute(ordered, (*values, query.offset))
+        for *place, signal, offset, length in rows:
+            if len(found) == query.limit or (seen and time.monotonic() > deadline):
+                is_complete = False
+                break
+            seen += 1
+            line = lines.read(place[0], offset, length, needle)
+            row = line and list_row((place[0], place[1], place[2]), line, bool(signal), query.text)
+            if row:
+                found.append(row)
+    if query.text:
+        total = len(found) if is_complete and not query.offset else None
+    next_offset = None if is_complete else query.offset + seen
+    return {"total": total, "offset": query.offset, "next_offset": next_offset, "rollouts": found}
+
+
+def _condition(database: sqlite3.Connection, query: Query) -> tuple[str, tuple[Any, ...]]:
+    """The SQL condition of the candidates, and its values."""
+    # Without the plus, SQLite finds the steps in an index and sorts all of their rollouts by reward.
+    condition, values = f"+step BETWEEN ? AND ? AND {FILTERS[query.filter].condition}", (query.first, query.last)
+    if len(query.text) < 3 or not database.execute("SELECT 1 FROM files WHERE texts LIMIT 1").fetchone():
+        return condition, values
+    hits = "(SELECT rowid FROM texts WHERE texts MATCH ?)"  # of completions at 2 id, of prompts at 2 leader + 1
+    match = " AND ".join(_trigrams(query.text))
+    unknown = "step IN (SELECT step FROM files WHERE NOT texts)"
+    return f"{condition} AND (2 * id IN {hits} OR 2 * leader + 1 IN {hits} OR {unknown})", (*values, match, match)
+
+
+def _trigrams(text: str) -> Iterator[str]:
+    """Up to `MOST_TRIGRAMS` trigrams of a text, spread over it, quoted for FTS5."""
+    found = list(dict.fromkeys(text[at : at + 3] for at in range(len(text) - 2)))
+    for trigram in found[:: -(-len(found) // MOST_TRIGRAMS)]:
+        yield '"' + trigram.replace('"', '""') + '"'
+
+
+def _in_json(text: str) -> bytes:
+    """A part of every JSON that contains the text, in lower case; empty if its characters may be escaped there."""
+    is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\/')
+    return text.lower().encode() if is_plain else b""
+
+
+class _Lines:
+    """Reads single lines of files of rollouts that have not changed since they were indexed. A context manager."""
+
+    def __init__(self, run_dir: Path, database: sqlite3.Connection) -> None:
+        self._run_dir = run_dir
+        self._database = database
+        self._step: int | None = None
+        self._file: BinaryIO | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def read(self, step: int, offset: int, length: int, needle: bytes = b"") -> dict[str, Any] | None:
+        """A line; None if the file has changed, or if the line does not contain the needle, in any case."""
+        if step != self._step:
+            self._open(step)
+        if self._file is None:
+            return None
+        with suppress(OSError):
+            content = os.pread(self._file.fileno(), length, offset)
+            return parse_line(content) if needle in content.lower() else None
+        return None
+
+    def _open(self, step: int) -> None:
+        self._opened.close()
+        self._step, self._file = step, None
+        known = self._database.execute("SELECT inode, size, mtime_ns FROM files WHERE step = ?", (step,)).fetchone()
+        with suppress(OSError):
+            file = self._opened.enter_context(open_below(self._run_dir, *rollouts_file(step)))
+            if _signature(os.fstat(file.fileno())) == known:
+                self._file = file
+
+
+def _signature(status: os.stat_result) -> Signature:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+if __name__ == "__main__":
+    main()

@@ -140,8 +140,10 @@ GET /api/events            server-sent events, at once and then whenever somethi
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -155,19 +157,25 @@ from covey.config.files import Refused, TooLarge
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
 from covey.tracking.records import encode
-from covey.watch.answers import Answers, NotFound
-from covey.watch.curves import FEWEST_POINTS, MOST_POINTS, POINTS
-from covey.watch.events import MOST_STREAMS, Events
+from covey.watch.answers import FEWEST_POINTS, MOST_POINTS, POINTS, Answers, NotFound
 from covey.watch.files import OpenFile, open_recording, open_static
-from covey.watch.index import FILTERS
-from covey.watch.indexer import Indexer
-from covey.watch.search import LONGEST_TEXT, Query
+from covey.watch.index import FILTERS, LONGEST_QUERY, Indexer, Query, index_path, progress
+from covey.watch.library import Library
 
 LARGEST_STEP = 1 << 53
 MOST_ROWS, ROWS, MOST_OFFSET = 200, 50, 1 << 31
 MOST_NAMES = 200  # metrics in one request
 AT_ONCE = 4  # answers that are computed side by side
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+LOOK_SECONDS = 1.0  # between two looks at the files
+LOAD = 0.05  # fraction of the time that looking may take; with many runs there are fewer looks
+STOP_SECONDS = 0.2  # after which a stream notices that the server ends
+HEARTBEAT_SECONDS = 15.0
+MOST_STREAMS = 50
+
+State = dict[tuple[str, str], dict[str, Any]]  # (event, id of the run) -> its data
 
 
 class Server:
@@ -313,8 +321,8 @@ def _choice(request: Request, name: str, default: str, choices: tuple[str, ...])
 
 def _text(request: Request) -> str:
     given = request.query_params.get("text", "")
-    if len(given) > LONGEST_TEXT or "\0" in given:
-        raise BadParameter(f"text must have at most {LONGEST_TEXT} characters, and no NUL")
+    if len(given) > LONGEST_QUERY or "\0" in given:
+        raise BadParameter(f"text must have at most {LONGEST_QUERY} characters, and no NUL")
     return given
 
 
@@ -334,3 +342,57 @@ def _file_response(request: Request, file: OpenFile) -> Response:
         file.opened.close()
         return Response(headers=headers)
     return StreamingResponse(file.parts(), headers=headers)
+
+
+class Events:
+    """Looks at the runs while somebody listens, once for all listeners."""
+
+    def __init__(self, library: Library, indexer: Indexer, is_ending: Callable[[], bool]) -> None:
+        self._library, self._indexer, self._is_ending = library, indexer, is_ending
+        self._state: State = {}
+        self._lock = asyncio.Lock()
+        self._next_look = 0.0
+        self.streams = 0
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The events of one listener: all runs at once, then what changes."""
+        sent: State = {}
+        heard = time.monotonic()
+        self.streams += 1
+        try:
+            yield b": covey watch\n\n"
+            while not self._is_ending():
+                state = await self._look()
+                lines = [_event(name, data) for (name, id), data in state.items() if sent.get((name, id)) != data]
+                lines += [_event("gone", {"id": id}) for name, id in sent.keys() - state.keys() if name == "run"]
+                sent = state
+                if lines or time.monotonic() - heard > HEARTBEAT_SECONDS:
+                    heard = time.monotonic()
+                    yield b"".join(lines) or b": still here\n\n"
+                await asyncio.sleep(STOP_SECONDS)
+        finally:
+            self.streams -= 1
+
+    async def _look(self) -> State:
+        async with self._lock:
+            if time.monotonic() >= self._next_look:
+                began = time.monotonic()
+                self._state = await asyncio.to_thread(self._read)
+                now = time.monotonic()
+                self._next_look = now + max(LOOK_SECONDS, (now - began) / LOAD)
+            return self._state
+
+    def _read(self) -> State:
+        state: State = {}
+        for run in self._library.runs():
+            state["run", run.id] = run.progress()
+            if run.folder in self._indexer.wanted:
+                index = progress(run.folder, index_path(run.folder))
+                if index["state"] != "ready":
+                    self._indexer.ask(run.folder)
+                state["index", run.id] = {"id": run.id, "index": index}
+        return state
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

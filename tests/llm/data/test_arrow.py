@@ -21,7 +21,7 @@ from covey.config.sft import SFTConfig
 from covey.llm.data.rows import read_data, read_rows
 from covey.llm.data.sft_examples import read_rows as read_sft_rows
 from covey.llm.tasks import PromptDataset, Rows
-from covey.trainers.prompts import read_prompts
+from covey.trainers.base import read_prompts
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 # As verl's documentation describes a row of its Parquet files.

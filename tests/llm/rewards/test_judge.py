@@ -91,7 +91,7 @@ def test_any_number_in_range_is_read_exactly(score: float, before: str) -> None:
 
 
 def test_a_reply_that_was_cut_has_no_last_number_but_may_have_a_word() -> None:
-    with pytest.raises(UnreadableReply, match="raise judge_max_tokens"):
+    with pytest.raises(UnreadableReply, match="raise max_tokens in judge_request"):
         reader().read("Score: 1", cut=True)
     assert reader(words={"yes": 1.0, "no": 0.0}).read("yes", cut=True) == 1.0
 

@@ -16,8 +16,7 @@ from covey.config import ConfigError
 from covey.data import StepRecord
 from covey.tracking.console import Display
 from covey.tracking.diagnosis import CHECKS, Diagnosis, brief, conclusion, diagnose, diagnose_run
-from covey.tracking.diagnosis.diagnosis import STRIDE
-from covey.tracking.diagnosis.finding import sentence
+from covey.tracking.diagnosis.diagnosis import STRIDE, sentence
 from covey.tracking.diagnosis.history import SETTLED
 from helpers.calls import count_calls
 

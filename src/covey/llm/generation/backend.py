@@ -5,7 +5,8 @@ The rows are tried in this order:
 | sampling        | decoder               | update | model                                                             |
 |-----------------|-----------------------|--------|-------------------------------------------------------------------|
 | native          | `NativeDecoder`       | packed | Llama-like, bf16 or fp32, on a CPU with kernels                   |
-| shared prefix   | `SharedPrefixDecoder` | packed | others whose attention takes a layout, and all of these on a GPU  |
+| native          | `GraphDecoder`        | packed | the same on a GPU with Triton                                     |
+| shared prefix   | `SharedPrefixDecoder` | packed | others whose attention takes a layout                             |
 | padded cache    | `CacheDecoder`        | by row | other attention, and recurrent models whose state ignores padding |
 | cache by length | `CacheDecoder`        | by row | models that padding changes                                       |
 | no cache        | `FullForwardDecoder`  | by row | models whose cache does not give the numbers of a forward pass    |
@@ -17,19 +18,21 @@ The layers depend on the dtype and on the instructions of the processor (`Kernel
 |---------------|----------------------------|------------------------------------------|-------------------------|
 | native        | bf16, AMX or AVX512-BF16   | `TiledStack`: one C++ call for a token   | C++                     |
 | native        | fp32, or AVX-512, AVX2     | `PackedStack`: oneDNN products, else C++ | C++                     |
+| native        | on a GPU                   | one CUDA graph: torch products, Triton   | Triton                  |
 | shared prefix | Llama-like on a CPU        | `LlamaLayers`: oneDNN products and torch | `SharedPrefixAttention` |
 | shared prefix | others                     | `OwnForward`: transformers' layers       | `SharedPrefixAttention` |
 | the others    | any                        | transformers' layers                     | transformers' choice    |
 
 | part of the update         | native                              | shared prefix                | by row        |
 |----------------------------|-------------------------------------|------------------------------|---------------|
-| layers                     | `fused_layers`: C++                 | transformers'                | transformers' |
-| attention                  | C++, tiled as in FlashAttention     | `PackedLayout.attend`: torch | transformers' |
+| layers                     | `fused_layers`: C++ or Triton       | transformers'                | transformers' |
+| attention                  | the same, tiled as FlashAttention   | `PackedLayout.attend`: torch | transformers' |
 | weight gradients of layers | C++ with AMX (no bias), else torch  | torch                        | torch         |
-| log-probabilities, entropy | `logprobs`: C++                     | C++ with kernels, else torch | torch         |
+| log-probabilities, entropy | `logprobs`: C++ or Triton           | with kernels, else torch     | torch         |
 
-Tokens are drawn by C++ from logits in bf16 or fp32 on a CPU with kernels, for every model, else by torch
-(`token_sampling`). A CPU has kernels if a C++ compiler is found and `COVEY_NATIVE` is not 0.
+Tokens are drawn by the kernels from logits in bf16 or fp32, for every model, else by torch (`token_sampling`). A CPU
+has kernels if a C++ compiler is found, a GPU if Triton is installed and its kernels have torch's numbers (`check`).
+Neither has them if `COVEY_NATIVE` is 0.
 
 The choice does not depend on an architecture's name: every row is tested on random tokens, in fp32, and must give the
 logits of one plain forward pass over each sequence (`plain_forward.py`). The prompts of the test are longer than every
@@ -52,7 +55,7 @@ from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.trial import Trial, attention_note, in_fp32
 from covey.llm.model.architecture import Heads, is_llama_like
-from covey.llm.native.bindings import KernelSet, kernels_for
+from covey.llm.native.bindings import Kernels, KernelSet, kernels_for
 
 
 class Sampling(StrEnum):
@@ -90,8 +93,11 @@ class Backend:
         """A decoder on the model's weights, for at most `rows` rows at a time."""
         if self.sampling is Sampling.NATIVE:
             kernels = self.kernels.of(next(module.parameters()))
-            assert kernels is not None
-            return NativeDecoder(module, kernels, rows, max_new_tokens)
+            if isinstance(kernels, Kernels):
+                return NativeDecoder(module, kernels, rows, max_new_tokens)
+            from covey.llm.generation.graph_decoder import GraphDecoder  # needs Triton
+
+            return GraphDecoder(module, kernels, rows, max_new_tokens)
         if self.sampling is Sampling.SHARED_PREFIX:
             return SharedPrefixDecoder(module, rows)
         if self.sampling is Sampling.NO_CACHE:
@@ -101,7 +107,7 @@ class Backend:
     def conversation_decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> NativeDecoder | None:
         """A decoder whose rows can be parked; None if the model has none. Its bits do not depend on the other rows."""
         kernels = self.kernels.of(next(module.parameters()))
-        if self.sampling is not Sampling.NATIVE or kernels is None:
+        if self.sampling is not Sampling.NATIVE or not isinstance(kernels, Kernels):
             return None
         return NativeDecoder(module, kernels, rows, max_new_tokens, chunk=CHUNK)
 
@@ -123,7 +129,7 @@ class Backend:
 def find_kernels(device: torch.device) -> KernelSet:
     """The kernels of a device. They are compiled at first use, which takes about 20 s."""
     found = {dtype: kernels_for(dtype, device) for dtype in (torch.bfloat16, torch.float32)}
-    return KernelSet({dtype: kernels for dtype, kernels in found.items() if kernels is not None})
+    return KernelSet({dtype: kernels for dtype, kernels in found.items() if kernels is not None}, device.type)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from covey.llm.generation.token_sampling import WHOLE, Truncation, sample_tokens
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
+
+if TYPE_CHECKING:  # Triton may not be installed
+    from covey.llm.generation.graph_decoder import GraphDecoder
 
 
 class ContinuousBatch:
@@ -111,15 +114,42 @@ class ContinuousBatch:
         return self.tokens_NT[span].tolist(), self.logprobs_NT[span].tolist()
 
     def advance(self) -> None:
-        """Generate one token of every open completion.
+        """Generate one token of every open completion, or several if the decoder can draw them itself.
 
         Raises:
             FloatingPointError: if the logits of a row are not finite.
         """
+        if (steps := self._steps_together()) > 1:
+            self._advance_together(steps)
+            return
         logits = [*self._step(), *self._admit()]
         logits_BV = logits[0] if len(logits) == 1 else torch.cat(logits)
         tokens_R = self._choose(logits_BV)
-        self._fork(self._retire(tokens_R), logits_BV)
+        self._fork(self._retire(tokens_R), len(logits_BV), logits_BV.device)
+
+    def _steps_together(self) -> int:
+        """Number of tokens that are drawn by the decoder: all rows go on, and every token of theirs may be drawn."""
+        if self.decoder.block == 1 or not len(self.open_R) or self.temperature == 0.0:
+            return 1
+        lengths_R = self.lengths_N[self.open_R]
+        admits = self.admitted < len(self.prompts) and self._free_rows() >= self.group_size
+        if admits or self.truncation.restricts(int(lengths_R.min())):
+            return 1
+        return min(int((self.limits_N[self.open_R] - lengths_R).max()), self.decoder.block)
+
+    def _advance_together(self, steps: int) -> None:
+        columns = self.lengths_N[self.open_R][:, None] + np.arange(steps)  # beyond a limit, what is drawn is not used
+        uniforms_RN = self.uniforms_NT[self.open_R[:, None], np.minimum(columns, self.uniforms_NT.shape[1] - 1)]
+        decoder = cast("GraphDecoder", self.decoder)
+        tokens_BN, logprobs_BN = decoder.draw(self.fed_B, uniforms_RN, self.temperature)
+        tokens_R = tokens_BN[:, 0]
+        for column in range(steps):
+            drawn_R, logprobs_R = tokens_BN[self.branch_R, column], logprobs_BN[self.branch_R, column]
+            if failed := int(np.isnan(logprobs_R).sum()):
+                raise FloatingPointError(f"{failed} rows of logits define no distribution")
+            self._record(drawn_R, logprobs_R)
+            tokens_R = self._retire(drawn_R)
+        self._fork(tokens_R, len(tokens_BN), self.fed_B.device)
 
     def _step(self) -> list[Tensor]:
         fed, self.fed = self.fed, None
@@ -164,10 +194,15 @@ class ContinuousBatch:
             lengths_R, end_ids = (torch.from_numpy(numbers).to(device) for numbers in (position[1], self.end_ids))
             logits_RV = self.truncation.apply(logits_RV, lengths_R, end_ids, self.temperature)
         tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)
-        self.tokens_NT[position] = chosen_R = tokens_R.cpu().numpy()
-        self.logprobs_NT[position] = logprobs_R.double().cpu().numpy()
-        self.lengths_N[self.open_R] += 1
+        chosen_R = tokens_R.cpu().numpy()
+        self._record(chosen_R, logprobs_R.double().cpu().numpy())
         return chosen_R
+
+    def _record(self, tokens_R: NDArray[np.int64], logprobs_R: NDArray[np.floating[Any]]) -> None:
+        """Append a token to every open completion."""
+        position = (self.open_R, self.lengths_N[self.open_R])
+        self.tokens_NT[position], self.logprobs_NT[position] = tokens_R, logprobs_R
+        self.lengths_N[self.open_R] += 1
 
     def _retire(self, tokens_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Close the completions that ended, and record complete prompts; returns the last tokens of the open ones."""
@@ -192,20 +227,19 @@ class ContinuousBatch:
             stopped_R[row] = stop.contained_in(self.tokens_NT[number, : self.lengths_N[number]].tolist())
         return stopped_R
 
-    def _fork(self, tokens_R: NDArray[np.int64], logits_BV: Tensor) -> None:
-        branches, vocabulary = logits_BV.shape
-        path_R = self.branch_R * vocabulary + tokens_R  # equal for completions of a branch that drew the same token
+    def _fork(self, tokens_R: NDArray[np.int64], branches: int, device: torch.device) -> None:
+        path_R = (self.branch_R << 32) + tokens_R  # equal for completions of a branch that drew the same token
         _, first, branch_of_row = np.unique(path_R, return_index=True, return_inverse=True)
         parents, fed = self.branch_R[first], tokens_R[first]
         continued = len(np.unique(parents))
         forks, ended = len(parents) > continued, branches - continued
         if forks or ended > self.decoder.compact_threshold * branches or not len(parents):
-            self.decoder.select(torch.from_numpy(parents).to(logits_BV.device))
+            self.decoder.select(torch.from_numpy(parents).to(device))
             self.branch_R = branch_of_row
         else:  # ended branches stay in the decoder until enough have ended; they are fed token 0
             tokens, fed = fed, np.zeros(branches, dtype=np.int64)
             fed[parents] = tokens
-        self.fed_B = torch.from_numpy(fed).to(logits_BV.device)
+        self.fed_B = torch.from_numpy(fed).to(device)
 
 
 def logits_bytes(rows: int, vocabulary: int, itemsize: int) -> int:

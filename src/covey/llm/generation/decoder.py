@@ -33,6 +33,7 @@ class Decoder(Protocol):
 
     compact_threshold: float  # ended rows are removed by `select` if they are more than this fraction of all rows
     can_fork: bool  # True if `select` may repeat a row
+    block: int  # number of tokens that `draw` may draw at once; 1: the decoder has no `draw`
 
     def free_rows(self) -> int:
         """Number of rows that can be added now."""

@@ -27,6 +27,7 @@ class CacheDecoder:
 
     compact_threshold = 0.125  # the removal of rows copies the state of the others
     can_fork = True
+    block = 1
 
     def __init__(self, module: PreTrainedModel, rows: int, *, pads: bool) -> None:
         self.module = module
@@ -155,6 +156,7 @@ class FullForwardDecoder:
 
     compact_threshold = 0.0
     can_fork = True
+    block = 1
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module

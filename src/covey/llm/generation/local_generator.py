@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.data import EndReason
-from covey.llm.generation.backend import Backend, Sampling
+from covey.llm.generation.backend import Backend
 from covey.llm.generation.batch import ContinuousBatch, ConversationBatch, PrefixCache, TurnBatch
 from covey.llm.generation.generator import (
     Completion,
@@ -87,12 +87,12 @@ class LocalGenerator:
         start, answers = self.clock(), queue.SimpleQueue[TurnAnswer]()
         conversations = OpenConversations(with_shared_prefix(requests), respond, self.policy.module.config, answers.put)
         turns, failed = _Turns(self, conversations, answers, start), dict[int, GenerationFailure]()
-        if self.policy.backend.sampling is not Sampling.NATIVE:
-            turns.in_waves(failed)
-        else:
-            for numbers in self.by_settings(conversations.turns, failed):
-                batch = self._conversation_batch([conversations.turns[number] for number in numbers], max_tokens or 0)
-                failed |= turns.in_rows(batch, numbers)
+        for numbers in self.by_settings(conversations.turns, failed):
+            batch = self._conversation_batch([conversations.turns[number] for number in numbers], max_tokens or 0)
+            if batch is None:
+                turns.in_waves(failed)
+                break
+            failed |= turns.in_rows(batch, numbers)
         return conversations.failures(failed)
 
     def by_settings(
@@ -149,13 +149,15 @@ class LocalGenerator:
             results = {number: results.get(number, failure) for number in numbers}
         return results
 
-    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch:
-        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt."""
+    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch | None:
+        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt; None if rows
+        cannot be parked."""
         settings = requests[0].settings
         tokens = max(max_tokens, settings.max_new_tokens)
         rows = batch_rows(self.policy, requests, tokens, settings.max_rows)
         decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
-        assert decoder is not None
+        if decoder is None:
+            return None
         return ConversationBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
 
 

@@ -231,6 +231,7 @@ class NativeDecoder:
 
     compact_threshold = 0.0  # the removal of a row needs no copy
     can_fork = True
+    block = 1
 
     def __init__(
         self, module: PreTrainedModel, kernels: Kernels, rows: int, max_new_tokens: int, chunk: int | None = None

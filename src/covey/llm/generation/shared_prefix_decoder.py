@@ -151,6 +151,7 @@ class SharedPrefixDecoder:
     """
 
     can_fork = True
+    block = 1
 
     def __init__(self, module: PreTrainedModel, rows: int) -> None:
         self.module = module

@@ -234,7 +234,8 @@ class Attention(torch.autograd.Function):
         kernels: Kernels,
     ) -> Tensor:
         tokens, width = angles_ND[0].shape
-        out, logsumexp = torch.empty_like(q_NX), torch.empty(tokens, q_NX.shape[1] // width)
+        out = torch.empty_like(q_NX)
+        logsumexp = q_NX.new_empty(tokens, q_NX.shape[1] // width, dtype=torch.float32)
         ctx.save_for_backward(q_NX, k_NY, v_NY, out, logsumexp)
         ctx.attend = partial(
             kernels.prefix_attention, sequences_S3, width, scaling, cosine=angles_ND[0], sine=angles_ND[1]
@@ -259,7 +260,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
         total = hidden.view_as(hidden) if added is None else torch.empty_like(hidden)
-        out, scales = torch.empty_like(hidden, dtype=weight.dtype), torch.empty(hidden.shape[:-1])
+        out, scales = torch.empty_like(hidden, dtype=weight.dtype), hidden.new_empty(hidden.shape[:-1])
         kernels.add_rmsnorm(hidden, added, weight, epsilon, total, out, scales)
         ctx.save_for_backward(total, weight, scales)
         ctx.kernels, ctx.adds = kernels, added is not None

@@ -15,7 +15,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch import Tensor
 from covey.config import ConfigError
 from covey.llm.native.build import BuildError, find_compiler, load_library
 from covey.runtime.device import cpu_info
+
+if TYPE_CHECKING:  # Triton may not be installed
+    from covey.llm.native.triton_kernels import TritonKernels
 
 PAD = 32  # `PAD` in simd.h: the KV cache and prepacked weights are padded to multiples of it
 SWITCH = "COVEY_NATIVE"  # environment variable; 0 disables the kernels
@@ -352,24 +355,44 @@ def padded(count: int) -> int:
 
 
 class KernelSet:
-    """The kernels of a device by storage type; empty if only torch is used."""
+    """The kernels of a kind of device, "cpu" or "cuda", by storage type; empty if only torch is used."""
 
-    def __init__(self, kernels: Mapping[torch.dtype, Kernels]) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: Mapping[torch.dtype, Kernels | TritonKernels], device: str = "cpu") -> None:
+        self._kernels, self._device = kernels, device
 
-    def of(self, tensor: Tensor) -> Kernels | None:
+    def of(self, tensor: Tensor) -> Any:
         """The kernels for tensors of this dtype and device; None if there are none."""
-        return self._kernels.get(tensor.dtype) if tensor.device.type == "cpu" else None
+        return self._kernels.get(tensor.dtype) if tensor.device.type == self._device else None
 
 
 TORCH_ALONE = KernelSet({})
 
 
-def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for bf16 or fp32 tensors on the CPU; None for other tensors or if they cannot be compiled."""
-    if device.type != "cpu" or dtype not in _SUFFIXES:
+def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
+    """The kernels for bf16 or fp32 tensors on a CPU or a GPU; None for other tensors, or if they cannot be compiled or
+    do not give torch's numbers there."""
+    if dtype not in _SUFFIXES or os.environ.get(SWITCH) == "0":
         return None
-    return _kernels(dtype)
+    if device.type == "cuda":
+        return _triton_kernels(dtype, device)
+    return _kernels(dtype) if device.type == "cpu" else None
+
+
+@cache
+def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels | None:
+    """None without Triton, on GPUs without products of this type, and if a kernel fails its test, with a warning."""
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from covey.llm.native import triton_kernels
+
+        kernels = triton_kernels.TritonKernels(dtype)
+        triton_kernels.check(kernels, device)
+    except Exception as error:  # Triton, its compiler and the driver raise any exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _log.warning("covey's kernels are not used on this GPU, so sampling and updates are slower: %s", reason)
+        return None
+    return kernels
 
 
 @cache
@@ -381,8 +404,6 @@ def _kernels(dtype: torch.dtype) -> Kernels | None:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernels; None if they are disabled, or if they cannot be compiled, with a warning."""
-    if os.environ.get(SWITCH) == "0":
-        return None
     try:
         return load_library(find_compiler())
     except (BuildError, ConfigError) as error:

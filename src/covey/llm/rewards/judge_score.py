@@ -49,7 +49,7 @@ class ScoreReader:
             UnreadableReply: if there is no score, or it is not finite or out of range.
         """
         if cut and not self.field and not self.words:
-            raise UnreadableReply("the reply was cut at its token limit: raise judge_max_tokens")
+            raise UnreadableReply("the reply was cut at its token limit: raise max_tokens in judge_request")
         found = self._stated(reply)
         score = float(found) if isinstance(found, (bool, int, float)) else self._number(found)
         if not math.isfinite(score):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, RewardConfig, RunningTotalConfig
 from covey.config.fields import plural
-from covey.data import Start
 from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem
 
 CHOICES_OF_OPERATORS = 200  # after which a task without negative answers is refused as impossible
@@ -57,13 +55,6 @@ class Arithmetic(GeneratedTask[ArithmeticConfig]):
             columns={"answer": str(answer)},
             kind=problem_kind(numbers, operators),
         )
-
-    def held_out(self, count: int) -> list[Start]:
-        """As `GeneratedTask.held_out`, with operands of `held_out_digits` if it is set."""
-        if not self.config.held_out_digits:
-            return super().held_out(count)
-        narrowed = replace(self.config, digits=self.config.held_out_digits, held_out_digits=())
-        return Arithmetic(**vars(narrowed)).held_out(count)
 
 
 def _signed_products(numbers: list[int], operators: list[str]) -> Products:

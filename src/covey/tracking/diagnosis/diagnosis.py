@@ -1,25 +1,91 @@
-"""Runs all checks over the metrics of a run, step by step or afterwards."""
+"""Runs all checks over the metrics of a run, step by step or afterwards, and writes what they find."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from covey.tracking.diagnosis import completions, policies, rewards, updates
-from covey.tracking.diagnosis.finding import Check, Finding, Seen
-from covey.tracking.diagnosis.history import History
-from covey.tracking.diagnosis.settings import Settings
+from covey.config.fields import command, plural
+from covey.config.files import read_below
+from covey.config.recipe import read_tables
+from covey.tracking.diagnosis import checks, history
+from covey.tracking.diagnosis.history import SETTLED, History, Seen, Settings, Severity
+from covey.tracking.run_store import CONFIG_FILE, SUMMARY_FILE, read_metrics
 
-CHECKS: tuple[Check, ...] = (*rewards.CHECKS, *completions.CHECKS, *policies.CHECKS, *updates.CHECKS)
 TRACKED = ("reward/mean", "reward/std", "score/mean")  # in any case
 SKIPPED = "update/skipped_steps"
 BESTS = ("reward/std", "score/mean")  # whose highest level is kept
 STRIDE = 5  # steps between evaluations of the checks
+BRIEF = ("check", "severity", "first_step", "last_step", "remedy")  # of a finding in `summary.json`
 HALF_INTERVAL = 1.96  # standard errors, of a 95 % interval
 
 Metrics = Mapping[str, float | None]
+HEALTHY_FACTS = (
+    "With one optimizer step for each batch of rollouts a loss near 0, a clip fraction of 0 and a ratio of 1 are no "
+    "faults: the policy is the one that sampled, and the advantages of a group sum to 0."
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a run that a check has found.
+
+    >>> Finding("truncation", "problem", 20, 60, "97 % of the completions of steps 51 to 60 ended at the limit", ...)
+    """
+
+    check: str  # name of the check
+    severity: Severity  # "problem": training has next to no effect, or its results are not valid
+    first_step: int  # at which the check found it
+    last_step: int  # at which it was found last; below the run's last step, it is over
+    evidence: str  # one sentence with numbers, without a full stop
+    explanation: str
+    remedy: str  # fields of the recipe with values to try
+    metrics: tuple[str, ...]  # to look at
+
+    @property
+    def line(self) -> str:
+        """The finding in one line, for a display."""
+        return f"{self.severity} at step {self.first_step}: {self.check}: {self.evidence}. {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named condition over the metrics of a run.
+
+    `find` gets the metrics so far and the settings of the run, and returns None if the condition does not hold or the
+    metrics do not suffice.
+    """
+
+    name: str
+    metrics: tuple[str, ...]  # that it reads; those of the finding
+    find: Callable[[History, Settings], Seen | None]
+    condition: str  # with its thresholds, for docs/healthy.md
+    explanation: str
+    source: str = ""  # of the thresholds, for docs/healthy.md
+    keeps_first: bool = False  # evidence and remedy are those of the first observation, not of the last
+
+
+def _read_checks() -> tuple[Check, ...]:
+    thresholds = vars(history) | vars(checks)
+    tables = tomllib.loads(Path(__file__).with_name("checks.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Check(
+            name,
+            tuple(fields.pop("metrics")),
+            find=getattr(checks, name.replace(" ", "_").lower()),
+            condition=fields.pop("condition").format_map(thresholds),
+            **fields,
+        )
+        for name, fields in tables.items()
+    )
+
+
+CHECKS = _read_checks()
 
 
 class Diagnosis:
@@ -114,3 +180,77 @@ def diagnose(
         diagnosis.add(int(record["step"] or 0), record)
     diagnosis.finish(evaluations)
     return diagnosis.findings()
+
+
+def diagnose_run(run_dir: Path) -> list[Finding]:
+    """The findings of a run folder, also of a run that goes on, was stopped or crashed.
+
+    Raises:
+        ConfigError: if the folder holds no run, or a file of it is damaged.
+        MachineError: if a file cannot be read.
+    """
+    metrics = read_metrics(run_dir)
+    return diagnose(metrics, read_tables(run_dir / CONFIG_FILE), _evaluations(run_dir / SUMMARY_FILE))
+
+
+def _evaluations(path: Path) -> Sequence[Mapping[str, Any]]:
+    """The evaluations of a summary; none if the run has not ended."""
+    try:
+        found = json.loads(read_below(path.parent, path.name))["evaluations"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(one, dict) for one in found) else []
+
+
+def brief(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The findings as `summary.json` has them.
+
+    >>> [{"check": "truncation", "severity": "problem", "first_step": 20, "last_step": 60, "remedy": "Try ..."}]
+    """
+    return [{key: getattr(finding, key) for key in BRIEF} for finding in findings]
+
+
+def conclusion(summary: Mapping[str, Any]) -> str:
+    """One line that names what the checks found in a run, from its summary."""
+    findings, steps = summary["findings"], summary["steps"]
+    if not findings:
+        few = "" if steps >= SETTLED else f"; most of them need {SETTLED} steps"
+        return f"Diagnosis: none of {len(CHECKS)} checks found a fault in {plural(steps, 'step')}{few}."
+    named = ", ".join(f"{found['check']} ({_steps(found, steps)})" for found in findings)
+    return f"Diagnosis: {named}. Evidence and remedies: {command('diagnose', summary['run_dir'])}"
+
+
+def _steps(found: Mapping[str, Any], steps: int) -> str:
+    first, last = found["first_step"], found["last_step"]
+    if last >= steps:
+        return f"from step {first}"
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def write_findings(run_dir: Path) -> str:
+    """The findings of `diagnose_run` as text for a terminal."""
+    findings, metrics = diagnose_run(run_dir), read_metrics(run_dir)
+    settings = Settings(read_tables(run_dir / CONFIG_FILE))
+    steps = metrics[-1]["step"] if metrics else 0
+    head = f"{run_dir}: {plural(steps, 'step')}"
+    if not findings:
+        few = "" if steps >= SETTLED else f" Most of them need {SETTLED} steps."
+        lines = [f"{head}, none of {len(CHECKS)} checks found a fault.{few}"]
+    else:
+        lines = [f"{head}, {plural(len(findings), 'finding')} of {len(CHECKS)} checks"]
+    for finding in findings:
+        lines += [
+            "",
+            f"{finding.severity}: {finding.check} ({_steps(vars(finding), steps)})",
+            f"  {finding.evidence}.",
+            f"  {finding.explanation}",
+            f"  {sentence(finding.remedy)}",
+            f"  metrics: {', '.join(finding.metrics)}",
+        ]
+    return "\n".join([*lines, "", HEALTHY_FACTS] if settings.optimizer_steps == 1 else lines)
+
+
+def sentence(words: str) -> str:
+    """The words with a capital letter at the beginning and a mark at the end."""
+    words = words.strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "?", "!")) else ".")

@@ -1,0 +1,130 @@
+"""The kernels for GPUs, in Triton's interpreter: torch's numbers, and completions as the kernels for CPUs draw them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from covey.data import EndReason, Group, Rollout, Start, collate
+from covey.llm.generation import backend
+from covey.llm.generation.generator import GenerationFailure, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.token_sampling import Truncation
+from covey.llm.model.chat import Chat
+from covey.llm.model.stop_strings import StopStrings
+from covey.llm.native import bindings
+from covey.llm.policy import LanguagePolicy
+from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy's, of masked numbers
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels():
+    from covey.llm.native.triton_kernels import TritonKernels
+
+    return TritonKernels(torch.float32)
+
+
+@pytest.fixture
+def on_gpu_kernels(kernels, monkeypatch):
+    """Has policies that are made from now on use the kernels for GPUs, in few programs."""
+    from covey.llm.generation import graph_decoder
+
+    monkeypatch.setattr(graph_decoder, "PROGRAMS", 8)
+    monkeypatch.setattr(backend, "kernels_for", lambda dtype, _: kernels if dtype == torch.float32 else None)
+    monkeypatch.setattr(backend.Trial, "samples", lambda *_, **__: True)  # the interpreter takes half a minute for it
+
+
+def test_every_kernel_has_the_numbers_of_torch(kernels):
+    from covey.llm.native.triton_kernels import check
+
+    check(kernels, CPU)
+
+
+def test_a_kernel_with_other_numbers_is_not_used(kernels, monkeypatch, caplog):
+    from covey.llm.native import triton_kernels
+
+    def wrong(self, gate, up, out):
+        out.copy_(gate * up)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(triton_kernels.TritonKernels, "swiglu", wrong)
+    bindings._triton_kernels.cache_clear()
+    assert bindings._triton_kernels(torch.float32, CPU) is None
+    assert "covey's kernels are not used on this GPU" in caplog.text
+    assert "SwiGLU differs from torch" in caplog.text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert bindings._triton_kernels(torch.bfloat16, CPU) is None
+    bindings._triton_kernels.cache_clear()
+
+
+SETTINGS = GenerationSettings(max_new_tokens=13, temperature=0.8, end_ids=frozenset(range(1, 85, 12)), version=0)
+STOP = StopStrings(Chat(tiny_tokenizer(), frozenset({1})), ("a", "7"))
+PROMPTS = [(5, 6, 7, 8, 9), (5, 6, 11)]
+
+
+def completions(policy: LanguagePolicy, settings: GenerationSettings):
+    requests = [GenerationRequest(prompt, 2, RandomKey(0, 1, n), settings) for n, prompt in enumerate(PROMPTS)]
+    return [one for group in LocalGenerator(policy).generate(requests) for one in group]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("llama", {}),
+        pytest.param("qwen3", {"max_rows": 2}, marks=pytest.mark.slow),  # norms of heads; a prompt waits for rows
+        pytest.param("qwen2", {"truncation": Truncation(min_new_tokens=3), "stop": STOP}, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request):
+    settings = replace(SETTINGS, **changed)
+    right = completions(LanguagePolicy(tiny_model(kind)), settings)
+    request.getfixturevalue("on_gpu_kernels")
+    policy = LanguagePolicy(tiny_model(kind))
+    assert policy.backend.recorded()["kernels"] == "covey's, Triton"
+    found = completions(policy, settings)
+    assert [(one.tokens, one.end) for one in found] == [(one.tokens, one.end) for one in right]
+    assert {one.end for one in right} == {EndReason.STOP, EndReason.LENGTH}
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def test_a_row_without_a_distribution_fails_its_batch(on_gpu_kernels):
+    policy = LanguagePolicy(tiny_model("llama"))
+    with torch.no_grad():
+        policy.module.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
+    (failure,) = LocalGenerator(policy).generate([GenerationRequest(PROMPTS[0], 1, RandomKey(0, 1, 0), SETTINGS)])
+    assert isinstance(failure, GenerationFailure)
+    assert "not finite" in failure.message
+
+
+def test_the_update_has_the_gradients_of_the_kernels_for_cpus(request):
+    def gradients() -> dict[str, torch.Tensor]:
+        policy = LanguagePolicy(tiny_model("qwen2"))
+        rollouts = [
+            Rollout(
+                context=PROMPTS[0],
+                actions=actions,
+                behavior_logprobs=[-1.0] * len(actions),
+                end=EndReason.STOP,
+                reward=1.0,
+            )
+            for actions in ([9, 8, 7, 1], [9, 8, 3], [4, 1])
+        ]
+        output = policy.evaluate(collate([Group(Start(0, "x"), rollouts)]))
+        weights = torch.linspace(-1, 1, output.logprobs_BT.numel()).view_as(output.logprobs_BT)
+        (output.logprobs_BT * weights + 0.3 * output.entropy_BT).sum().backward()
+        return {name: parameter.grad for name, parameter in policy.module.named_parameters()}
+
+    right = gradients()
+    request.getfixturevalue("on_gpu_kernels")
+    for name, gradient in gradients().items():
+        assert (gradient - right[name]).norm() <= 1e-5 * right[name].norm(), name
