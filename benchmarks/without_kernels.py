@@ -32,8 +32,7 @@ from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.native.bindings import SWITCH
 from covey.llm.policy import LanguagePolicy
-from covey.llm.rewards.digits import digits
-from covey.llm.rewards.numeric import numeric
+from covey.llm.rewards.numbers import digits, numeric
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
 
 from covey import GRPOTrainer
-from covey.llm.rewards.digits import digits
+from covey.llm.rewards.numbers import digits
 from covey.llm.tasks import Arithmetic
 from covey.tracking.statistics import bootstrap_interval
 

@@ -100,27 +100,6 @@ def test_eval_says_where_the_return_is_below_the_expected(
     assert "expected 475: not reached" in capsys.readouterr().out
 
 
-def test_eval_and_sample_refuse_what_belongs_to_the_other_world(
-    behind: Behind, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cases = {
-        "eval run --task arithmetic": "does not use --task: leave it out",
-        "eval run --max-new-tokens 3": "does not use --max-new-tokens: leave it out",
-        "eval run --samples 1": "does not use --samples: leave it out",
-        "eval run --group-size 3": "does not use --group-size: leave it out",
-        "eval run --episodes 0": "evaluation.episodes must be at least 1",
-        "eval run --episodes many": "--evaluation.episodes must be an integer",
-        "eval run --seed -1": "seed must be at least 0",
-        "eval smollm2-135m --task arithmetic --render": "--render is for the run folder of a recipe for control",
-        "eval smollm2-135m --task arithmetic --episodes 3": "--episodes is for the run folder",
-        "sample run hello": "trained an agent, no language model: see it act with covey eval run",
-    }
-    for words, expected in cases.items():
-        assert main(words.split()) == 2
-        assert expected in capsys.readouterr().err
-    assert behind.calls == []
-
-
 def test_compare_hands_over_what_was_asked(behind: Behind) -> None:
     Path("other.toml").write_text(RECIPE)
     words = "compare cart.toml other.toml --seeds 3 --output out --jobs 2 --threshold -1e2 --steps 5 --gamma=0.9"

@@ -187,24 +187,6 @@ def test_eval_does_not_replace_the_rewards_and_the_task_that_a_run_was_given_in_
     assert [call[0] for call in build.calls] == ["evaluate_model"] * 2
 
 
-def test_eval_refuses_what_has_no_meaning(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {
-        "": "name a task, such as --task arithmetic",
-        "--task arithmetic --samples 4 --temperature 0": "4 greedy answers are all the same",
-        "--task arithmetic --samples 0": "--samples: must be at least 1",
-        "--task arithmetic --samples x": "argument --samples: must be an integer (is 'x')",
-        "--task arithmetic --temperature -1": "--temperature: must be at least 0",
-        "--task arithmetic --learning-rate 3": "an evaluation does not use learning_rate",
-        "--task arithmetic --numbers 3": "--numbers belongs to the task countdown",
-        "--task arithmetic --problems 0": "evaluation.problems must be at least 1",
-        "--task arithmetic --reward exakt": "(is 'exakt') (did you mean 'exact'?)",
-    }
-    for words, expected in cases.items():
-        assert main(["eval", "smollm2-135m", *words.split()]) == 2
-        assert expected in capsys.readouterr().err
-    assert build.calls == []
-
-
 def test_pass_at_k_is_reported_for_powers_of_two_and_the_whole() -> None:
     lines = score_report([[1, 0, 0, 0, 0, 0]] * 3 + [[0] * 6], ACCURACY).splitlines()
     assert lines[0] == "4 problems, 6 answers each (95 % interval over problems)"
@@ -257,27 +239,6 @@ def test_sample_answers_a_held_out_problem_of_a_recipe(build: Build) -> None:
     assert config.has_conversations
     assert config.task is not None
     assert config.evaluation.problems > 3
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("smollm2-135m", "there is no prompt: give one, or --recipe"),
-        ("smollm2-135m x --problem 2", "--problem is for samples without a PROMPT"),
-        ("smollm2-135m x --columns {}", "--columns are for the environment of a PROMPT"),
-        ("smollm2-135m x --environment calculator --columns [1]", "--columns must be an object in JSON"),
-        ("smollm2-135m x --environment calculator --columns {", "--columns is not JSON"),
-        ("smollm2-135m x --environment calculatr", "did you mean 'calculator'?"),
-        ("smollm2-135m --recipe maze_grpo --environment none", "--environment none is for a PROMPT"),
-        ("smollm2-135m --recipe cartpole_grpo", "trains no language model"),
-    ],
-)
-def test_samples_that_cannot_be_are_one_line(
-    build: Build, capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
-    assert main(["sample", *words.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert build.calls == []
 
 
 def test_check_prints_the_config_the_memory_and_what_to_do_next(
@@ -336,21 +297,3 @@ def test_sampling_options_reach_the_sampler(build: Build) -> None:
     [(_, (config,), kwargs)] = build.calls
     assert (config.sampling.stop, config.chat.system_prompt) == (("a", "b"), "Be brief.")
     assert kwargs["truncation"] == Truncation(top_p=0.9)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("sample smollm2-135m x --temperature 0 --top-k 5", "--top-k changes no greedy answer"),
-        ("eval smollm2-135m --task arithmetic --top-p 0.9", "--top-p changes no greedy answer"),
-        ("sample smollm2-135m x --min-new-tokens 64", "--min-new-tokens must be below --max-new-tokens, 64"),
-        ("sample smollm2-135m x --top-p 0", "--top-p"),
-        ("sample smollm2-135m x --stop=", "sampling.stop has an empty string"),
-    ],
-)
-def test_sampling_options_without_effect_are_refused(
-    build: Build, capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
-    assert not build.calls

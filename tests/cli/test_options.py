@@ -67,53 +67,6 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
     assert read_recipe(tmp_path / "my.toml") == read_recipe("cartpole_grpo")
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("trian x", "there is no command 'trian' (did you mean 'train'?)"),
-        ("Train x", "there is no command 'Train' (did you mean 'train'?)"),
-        ("complete", "(did you mean 'completion'?)"),
-        ("evaluate runs/x", "there is no command 'evaluate'"),
-        (
-            "frobnicate",
-            "commands: train, iterate, sft, check, plan, eval, compare, diagnose, sample, export, watch, serve, "
-            "reward-model, runs, show, report, recipes, completion",
-        ),
-        ("cartpole_grpo", "cartpole_grpo is a recipe, not a command: write covey train cartpole_grpo"),
-        ("my.toml", "my.toml is a recipe, not a command: write covey train my.toml"),
-        ("--versio", "unknown option '--versio' (did you mean '--version'?) (see covey --help)"),
-        ("-x train", "unknown option '-x'"),
-        ("eval m --tsk arithmetic", "unknown option '--tsk' (did you mean '--task'?) (see covey eval --help)"),
-        ("eval m --sampels=3", "unknown option '--sampels' (did you mean '--samples'?)"),
-        ("compare a b --treshold 3", "unknown option '--treshold' (did you mean '--threshold'?)"),
-        ("plan m --prompt_token 3", "unknown option '--prompt-token' (did you mean '--prompt-tokens'?)"),
-        ("sample m hi --temperatur 1", "unknown option '--temperatur' (did you mean '--temperature'?)"),
-        ("sample m hi --group-size 4", "unknown option '--group-size' (see covey sample --help)"),
-        ("recipes --debgu", "unknown option '--debgu' (did you mean '--debug'?)"),
-        ("completion tcsh", "choose from"),
-        (
-            "train family --targets q_proj, v_proj",
-            "extra word 'v_proj': an option has one value, so write a list as --targets q_proj,v_proj, and a text "
-            "with spaces in quotes (see covey train --help)",
-        ),
-        ("train family --digits 1 2 3", "so write a list as --digits 1,2,3, and"),
-        ("train --seed 3 family cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
-        ("eval --render m lookup", "extra word 'lookup' (see covey eval --help)"),
-        ("eval m --task arithmetic lookup", "extra word 'lookup': an option has one value"),
-        ("train family cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
-        ("train family --seed=3 cartpole_grpo", "extra word 'cartpole_grpo' (see covey train --help)"),
-    ],
-)
-def test_misspelt_words_are_told_with_the_nearest_one(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words.split()) == 2
-    out, error = capsys.readouterr()
-    assert told in error
-    assert (len(error.splitlines()), out) == (1, "")
-
-
 def test_a_field_is_no_misspelt_option() -> None:
     _, fields = parse(["compare", "a", "b", "--seed", "3", "--threads", "2"])
     assert fields == ["--seed", "3", "--threads", "2"]

@@ -139,57 +139,6 @@ def test_sizes_that_no_device_has(text: str) -> None:
         memory_size(text)
 
 
-MISTAKES = [
-    (["--ranks", "3"], "--ranks must be a power of two, got 3: give 2 or 4"),
-    (["--ranks", "0"], "--ranks: must be at least 1"),
-    (["--ranks", "two"], "--ranks: must be an integer"),
-    (["--ranks", "8192"], "--ranks: must be at most 4096"),
-    (["--ranks", "32"], "32 shards are more than sampling.prompts_per_step = 16"),
-    (["--ranks", "4", "--shards", "2"], "4 ranks cannot divide cluster.shards = 2"),
-    (["--ranks", "2", "--shards", "3"], "cluster.shards must be a power of two"),
-    (["--ranks", "2", "--device-memory", "80"], "--device-memory must be a number and a unit"),
-    (["--ranks", "2", "--device-memory", "much"], "--device-memory must be a number and a unit"),
-    (["--ranks", "2", "--algorithm", "grpo,ppo"], "--ranks plans one algorithm at a time"),
-    (["--ranks", "2", "--node-link", "0"], "--node-link must be at least 0.001"),
-    (["--ranks", "2", "--devices-per-node", "0"], "--devices-per-node must be at least 1"),
-    (["--ranks", "2", "--flops-use", "1.5"], "--flops-use must be at most 1"),
-    (["--device-memory", "80GiB"], "--device-memory belongs to --ranks N"),
-    (["--cluster", "--mean-tokens", "9"], "--cluster needs the number of ranks that train: add --ranks N"),
-    (["--ranks", "2", "--sigma", "1"], "--sigma belongs to --cluster"),
-    (["--ranks", "2", *GPU, "--cluster"], "--cluster needs the lengths of completions"),
-    (["--ranks", "2", *SIMULATED, "--sigma", "-1"], "--sigma must be at least 0"),
-    (["--ranks", "2", *SIMULATED, "--mean-tokens", "many"], "--mean-tokens must be a number"),
-    (["--ranks", "2", *SIMULATED, "--limit", "20"], "--limit 20 is below --mean-tokens 30"),
-    (["--ranks", "2", *GPU, "--cluster", "--mean-tokens", "100"], "--mean-tokens 100 is above the token limit of 64"),
-    (["--ranks", "2", *SIMULATED, "--lengths", "runs/none"], "--lengths and --mean-tokens both say"),
-    (["--ranks", "2", *GPU, "--cluster", "--lengths", "runs/none"], "runs/none holds no rollouts"),
-    (["--ranks", "2", *SIMULATED, "--sampler-devices", "1,x"], "--sampler-devices must be a list of integers"),
-    (["--ranks", "2", *SIMULATED, "--sampler-devices", "0"], "--sampler-devices must be at least 1"),
-    (["--ranks", "2", *SIMULATED, "--sampler-devices", "3", "--devices-per-server", "2"], "give 4, or set"),
-    (["--ranks", "2", *SIMULATED, "--crash-every", "0.001", "--restart", "1"], "does not end"),
-    (["--ranks", "2", "--device-memory", "2GiB", *SIMULATED[2:]], "no layout of the weights fits on 2 ranks"),
-    (["--ranks", "2", *SIMULATED, "--sgima", "1"], "did you mean '--sigma'"),
-]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_mistakes_are_one_line(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("covey_cluster.simulation.MOST_EVENTS", 3000)
-    assert main(["plan", MODEL, *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert message in line
-
-
 @pytest.mark.parametrize("line", ["{", "[]", '{"decisions": 0}', '{"decisions": "5"}', "{}"])
 def test_files_that_are_no_rollouts(line: str, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "rollouts" / "step_000002.jsonl").write_text(line + "\n")

@@ -64,44 +64,6 @@ def test_filters_and_orders_of_the_list(runs: Path, capsys: pytest.CaptureFixtur
         assert listed("--state", "running") == ["runs/a"]
 
 
-MISTAKES = [
-    (["runs", "nowhere"], "there is no folder nowhere"),
-    (["runs", "runs/a/rollouts"], "there is no run below runs/a/rollouts"),
-    (["runs", "--state", "finish"], r"must be running, .* or crashed \(is 'finish'\) \(did you mean 'finished'\?\)"),
-    (["runs", "--sort", "age"], "argument --sort: invalid choice: 'age'"),
-    (["runs", "--stat", "x"], r"unknown option '--stat' \(did you mean '--state'\?\)"),
-    (["runs", "export", "runs", "t.csv"], "runs is not a covey run folder: name one of its runs, such as runs/d"),
-    (["runs", "export", "runs/z", "t.csv"], "there is no run folder runs/z: covey runs lists the runs"),
-    (["runs", "export", "runs/a", "t.xlsx"], "name a file that ends with .parquet, .jsonl or .csv"),
-    (["runs", "export", "runs/a", "runs/a/config.toml"], "name a file that ends"),
-    (["runs", "export", "runs/d", "t.csv"], "the run in runs/d has no rollouts to export"),
-    (["runs", "prune", "--keep", "0"], "--keep: must be at least 1"),
-    (["show", "runs/d"], "the run in runs/d has no rollouts yet"),
-    (["show", "runs/a", "--step", "9"], "no rollouts of step 9: it has those of 1 to 4"),
-    (["show", "runs/a", "--step", "0"], "no rollouts of step 0"),
-    (["show", "runs/a", "--group", "5"], "there is no group 5: the step has the groups 0 to 2"),
-    (["show", "runs/a", "--best", "--worst"], "--best and --worst are opposites"),
-    (["show", "runs/a", "--best", "--group", "1"], "--group names one group, and --best searches for others"),
-    (["show", "runs/a", "--held-out", "--failed"], "held-out answers have no groups"),
-    (["show", "runs/c", "--held-out"], "has no held-out answers"),
-    (["show", "runs/a", "--held-out", "--step", "3"], "no held-out answers after step 3: there are some after 0, 2, 4"),
-    (["report", "runs/a", "-o", "runs/a/config.toml"], "no report of covey, so it is not replaced"),
-    (["report", "runs/a", "-o", "nowhere/x.html"], "there is no folder nowhere"),
-    (["report", "runs"], "runs is not a covey run folder"),
-    (["report"], "the following arguments are required: RUN"),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_mistakes_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(runs.rglob("*"))
-    for words, message in MISTAKES:
-        shown = output_of(capsys, *words, code=2)
-        assert re.search(message, shown), shown
-        assert shown.count("\n") == 1
-    assert sorted(runs.rglob("*")) == before
-
-
 def test_pruning_lists_first_and_removes_on_request(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = runs / "runs" / "a" / "checkpoints" / "step-00000002"
     shown = output_of(capsys, "runs", "prune")

@@ -145,7 +145,7 @@ def test_own_modules_are_found_and_installed_ones_that_depend_on_the_library(
     here, elsewhere = str(folder), str(site)
     assert here not in search_path("made_for_covey:f")
     assert search_path("own:f").index(here) < search_path("own:f").index(elsewhere)
-    assert here not in search_path("covey.llm.rewards.numeric:numeric")
+    assert here not in search_path("covey.llm.rewards.numbers:numeric")
 
 
 def test_check_tells_what_a_recipe_runs_before_it_runs(

@@ -251,7 +251,6 @@ import sys
 from covey.config import RunError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import build_grader
-from covey.llm.rewards.team_grader import TeamGrader
 from covey.runtime.distributed import joined_ranks, team_of
 
 def fails(completions, **columns):
@@ -264,10 +263,10 @@ def group(number, text):
 
 with joined_ranks():
     team = team_of(2)
-    grader = TeamGrader(build_grader([fails], ()), team)
+    grader = build_grader([fails], ())
     bad = int(sys.argv[1]) if team.rank else 0
     try:
-        grader.grade([group(number, "bad" if number < bad else "good") for number in range(5)])
+        grader.grade([group(number, "bad" if number < bad else "good") for number in range(5)], team)
         print("graded")
     except RunError as error:
         print(error)

@@ -18,8 +18,7 @@ from covey.cli.main import main
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.diagnosis import diagnose
 from covey.tracking.trackers import observer
-from covey.tracking.trackers.rows import Row
-from covey.tracking.trackers.tracker import Position, TrackedRun
+from covey.tracking.trackers.adapters import Position, Row, TrackedRun
 from covey.watch.answers import Answers
 from covey.watch.library import Library
 from helpers.tiny_models import tiny_folder
@@ -214,7 +213,7 @@ class Listing:
 def test_a_tracker_gets_every_step_and_a_resumed_training_sends_no_step_twice(
     kind: str, place: Path, covey: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "find_adapter", lambda name: Listing)
+    monkeypatch.setitem(observer.ADAPTERS, "tensorboard", Listing)
     monkeypatch.setattr(Listing, "made", [])
     with monkeypatch.context() as patch:
         stop_at(3, patch)

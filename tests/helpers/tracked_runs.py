@@ -97,10 +97,10 @@ class HostileCompletions(Interrupt):
     """Every completion in the tables of trackers is long and hostile; the run goes on."""
 
     def prepare(self) -> None:
-        from covey.tracking.trackers import rows
+        from covey.tracking.trackers import observer
 
-        record = rows.rollout_record
-        rows.rollout_record = lambda *of, **more: record(*of, **more) | {"text": HOSTILE + "z" * 5000}
+        record = observer.rollout_record
+        observer.rollout_record = lambda *of, **more: record(*of, **more) | {"text": HOSTILE + "z" * 5000}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from covey.tracking.iterations import read_iterations
 from covey.tracking.repeated_steps import digests
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_store import RunStore, read_metrics
-from covey.tracking.trackers.thread import read_position
+from covey.tracking.trackers.observer import read_position
 from helpers.run_folders import language_run
 
 DEADLINE_SECONDS = 120  # of a command that waits for the other end of a pipe

@@ -60,43 +60,43 @@ class BuiltInReward:
 
 BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "numeric": BuiltInReward(
-        "covey.llm.rewards.numeric:numeric",
+        "covey.llm.rewards.numbers:numeric",
         binary=True,
-        check="covey.llm.rewards.gold:check_number",
+        check="covey.llm.rewards.numbers:check_number",
     ),
     "digits": BuiltInReward(
-        "covey.llm.rewards.digits:digits",
-        check="covey.llm.rewards.gold:check_number",
+        "covey.llm.rewards.numbers:digits",
+        check="covey.llm.rewards.numbers:check_number",
     ),
     "exact": BuiltInReward(
-        "covey.llm.rewards.exact:exact",
+        "covey.llm.rewards.rules:exact",
         binary=True,
-        check="covey.llm.rewards.gold:check_text",
+        check="covey.llm.rewards.numbers:check_text",
     ),
     "math": BuiltInReward(
         "covey.llm.rewards.math:math_equal",
         binary=True,
         one_by_one=True,
-        check="covey.llm.rewards.gold:check_expression",
-        shortcut="covey.llm.rewards.plain_numbers:plain_verdicts",
+        check="covey.llm.rewards.numbers:check_expression",
+        shortcut="covey.llm.rewards.numbers:plain_verdicts",
         workers=2,
         memory_mib=2048,
         resident_mib=80,  # SymPy
         package="math_verify",
     ),
     "format": BuiltInReward(
-        "covey.llm.rewards.format:format_match",
+        "covey.llm.rewards.rules:format_match",
         binary=True,
         required={"pattern": "'-?[0-9]+'"},
         own_process=True,  # a regular expression may take exponential time
     ),
-    "tags": BuiltInReward("covey.llm.rewards.tags:tagged_parts", binary=True),
+    "tags": BuiltInReward("covey.llm.rewards.rules:tagged_parts", binary=True),
     "length": BuiltInReward(
-        "covey.llm.rewards.length:length_penalty",
+        "covey.llm.rewards.rules:length_penalty",
         required={"length_limit": "200"},
     ),
-    "repetition": BuiltInReward("covey.llm.rewards.repetition:repetition_penalty"),
-    "language": BuiltInReward("covey.llm.rewards.language:script_share", required={"scripts": '["latin"]'}),
+    "repetition": BuiltInReward("covey.llm.rewards.rules:repetition_penalty"),
+    "language": BuiltInReward("covey.llm.rewards.rules:script_share", required={"scripts": '["latin"]'}),
     "reasoning_gym": BuiltInReward(
         "covey.llm.rewards.reasoning_gym_process:score",
         own_process=True,  # its scorers evaluate text
@@ -112,18 +112,18 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         workers=None,
         runner="covey.llm.rewards.code:code_runner",
     ),
-    "environment": BuiltInReward("covey.llm.rewards.environment:environment", per_turn=True),
+    "environment": BuiltInReward("covey.llm.rewards.rules:environment", per_turn=True),
     "countdown": BuiltInReward(
-        "covey.llm.rewards.countdown:countdown",
+        "covey.llm.rewards.rules:countdown",
         binary=True,
-        check="covey.llm.rewards.countdown:check_numbers",
+        check="covey.llm.rewards.rules:check_numbers",
         gold=("target", "numbers"),
         tasks=("countdown",),
     ),
     "step_numbers": BuiltInReward(
-        "covey.llm.rewards.step_numbers:step_numbers",
+        "covey.llm.rewards.numbers:step_numbers",
         per_step=True,
-        check="covey.llm.rewards.step_numbers:right_steps",
+        check="covey.llm.rewards.numbers:right_steps",
         tasks=("running_total",),
     ),
 }

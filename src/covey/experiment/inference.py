@@ -182,8 +182,8 @@ def sample_groups(
         notes += failures
         for grader in graders:
             grader.use_chat(loaded.chat)
-            ungraded = grader.grade_part([group], 5 * n)  # failures of all of them do not end it
-            notes += [ungraded.why] if ungraded.count > len(failures) else []
+            ungraded, _, why = grader.grade_part([group], 5 * n)  # failures of all of them do not end it
+            notes += [why] if ungraded > len(failures) else []
     finally:
         for grader in graders:
             grader.close()

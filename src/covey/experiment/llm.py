@@ -47,7 +47,7 @@ from covey.experiment.problem import Problem, build_problem, fit_prompts
 from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import Truncation
-from covey.llm.grader import RewardGrader
+from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
@@ -56,8 +56,6 @@ from covey.llm.model.recompute import recompute_layers
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.iteration import IteratedRewardModel
-from covey.llm.rewards.team_grader import TeamGrader
-from covey.llm.rewards.unfinished_call import CALL_FILE, NotedGrader
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks.prompt_limit import Note
@@ -242,10 +240,13 @@ class LLMBuilder(PolicyBuilder):
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
             shared_trunk=config.critic.trunk == "policy", team=self.team,
         )  # fmt: skip
+        grader = RunGrader(problem.grader, self.team, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
+        if note := grader.unfinished():
+            display.note(note)
         parts = Components(
             task=problem.task,
             sampler=loaded.sampler,
-            grader=_noted(problem.grader, store, display, self.team),
+            grader=grader,
             policy=policy,
             reference=models.reference,
             reference_updater=build_reference_updater(config, models),
@@ -325,15 +326,6 @@ def _loop_config(config: RunConfig) -> LoopConfig:
         patience=config.evaluation.patience or math.inf,
         keep_best=config.checkpoint.best,
     )
-
-
-def _noted(grader: RewardGrader, store: RunStore, display: Display, team: Team) -> NotedGrader:
-    """The grader of a run, with a note for the user if the last reward call of a resumed run was not finished."""
-    names = [reward.name for reward in grader.rewards]
-    noted = NotedGrader(TeamGrader(grader, team), names, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
-    if note := noted.take_note():
-        display.note(note)
-    return noted
 
 
 def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:

@@ -13,10 +13,9 @@ from covey.config.rules import unpaid_credit
 from covey.data import Start, Task
 from covey.experiment.build import Reward
 from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
-from covey.llm.grader import RewardGrader, build_grader
+from covey.llm.grader import RewardGrader, build_grader, check_answers, rows_of_every_kind
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import find_chat
-from covey.llm.rewards.row_check import check_answers, rows_of_every_kind
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import PromptDataset, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, refuse_first_starts

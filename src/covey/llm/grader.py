@@ -6,37 +6,39 @@ group. Reward functions are the user's own trusted code; there is no sandbox for
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from covey.config import ConfigError, RewardConfig
+from covey.config import ConfigError, RewardConfig, RunError
 from covey.config.fields import plural
-from covey.data import EndReason, Group, Rollout, Start
+from covey.config.files import shortened
+from covey.data import EndReason, Group, Rollout, Start, Team
+from covey.llm.data.rows import Row as DataRow
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.group_calls import GradingError, RewardCalls, first_error, too_many
 from covey.llm.rewards.runner import FAILURES_ALLOWED, RewardHung
 from covey.llm.rewards.step_splitter import StepSplitter
-from covey.llm.rewards.weighted_reward import RewardResult, WeightedReward
+from covey.llm.rewards.weighted_reward import RewardResult, Wait, WeightedReward
+from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.worker.child import InvalidResult
 from covey.runtime.worker.process import CallError, CallTimeout
 
+log = logging.getLogger(__name__)
+
 BOUNDARY = "process.boundary"  # name of the boundary function in messages
+CALL_FILE = "unfinished_call.json"
 MISREADINGS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # from a wrong form of completions
 
 
-@dataclass(frozen=True)
-class Failures:
-    """Rollouts that could not be graded."""
-
-    count: int
-    reward: str  # name of the first reward that failed
-    why: str
-
-    def exceed(self, total: int) -> bool:
-        """Whether they are more than may fail of `total` rollouts."""
-        return self.count > FAILURES_ALLOWED * total
+class GradingError(RunError):
+    """Grading cannot continue; one line that names the reward and its fault."""
 
 
 class RewardGrader:
@@ -70,8 +72,7 @@ class RewardGrader:
         self.score_name = by_preference[0].name
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
-        self._calls = RewardCalls(self.rewards)
-        self.start = self._calls.start  # starts the calls for a sampled group
+        self._started: dict[tuple[str, int], Wait] = {}  # calls, by the reward's name and the id of the group
 
     @property
     def weights(self) -> dict[str, float]:
@@ -83,20 +84,42 @@ class RewardGrader:
         if self.splitter is not None:
             self.splitter.chat = chat
 
-    def grade(self, groups: list[Group]) -> list[Group]:
+    def start(self, group: Group) -> None:
+        """Start the calls for a sampled group in the background; `grade` waits for them.
+
+        Functions that run in this process, and step rewards, are called by `grade`.
+        """
+        for reward in self.rewards:
+            if reward.caller.early and not reward.per_step:
+                self._started[reward.name, id(group)] = reward.start([group])
+
+    def grade(self, groups: list[Group], team: Team = ALONE) -> list[Group]:
         """Fill in `reward`, `reward_parts` and `score` of every rollout, and with a step reward its steps.
 
+        Args:
+            groups: of this rank.
+            team: ranks that call this at the same time; their failures are counted together.
+
         Raises:
-            GradingError: if more than 20 % of the rollouts failed, or a function returned an invalid result.
+            GradingError: on every rank, if more than 20 % of the rollouts failed, or a function returned an invalid
+                result.
         """
-        rollouts = sum(len(group.rollouts) for group in groups)
-        failures = self.grade_part(groups, rollouts)
-        if failures.exceed(rollouts):
-            raise too_many(failures.reward, str(failures.count), rollouts, failures.why)
+        total = sum(exchange_json(team, sum(len(group.rollouts) for group in groups)))
+        failures, fault = (0, "", ""), ""
+        try:
+            failures = self.grade_part(groups, total)
+        except GradingError as error:  # the other ranks are told before any of them ends
+            fault = str(error)
+        found = exchange_json(team, [*failures, fault])
+        if faults := [fault for *_, fault in found if fault]:
+            raise GradingError(faults[0])
+        failed = sum(count for count, *_ in found)
+        if failed > FAILURES_ALLOWED * total:
+            raise next(_too_many(name, f"{failed}", total, why) for count, name, why, _ in found if count)
         return groups
 
-    def grade_part(self, groups: list[Group], total: int) -> Failures:
-        """As `grade`, for a part of `total` rollouts: returns its failures.
+    def grade_part(self, groups: list[Group], total: int) -> tuple[int, str, str]:
+        """As `grade`, for a part of `total` rollouts. Returns the number of failures, reward and reason of the first.
 
         Raises:
             GradingError: if the failures of this part alone are more than 20 % of `total`, so that calls need not be
@@ -104,9 +127,12 @@ class RewardGrader:
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
-            return Failures(0, "", "")
+            return 0, "", ""
         uncut = self._cut(rollouts, total)
-        results = self._calls.results(groups, total)
+        calls = [self._calls(reward, groups) for reward in self.rewards]  # all start before the first is waited for
+        results = {
+            reward.name: self._results(reward, total, own) for reward, own in zip(self.rewards, calls, strict=True)
+        }
         failed = 0
         for row, rollout in enumerate(rollouts):
             parts = {
@@ -125,7 +151,41 @@ class RewardGrader:
             failed_here = not judged or any(verdict.error for verdict in parts.values())
             rollout.reward = None if failed_here else math.fsum(terms)
             failed += failed_here
-        return Failures(failed, *first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {})))
+        return failed, *_first_error(results | ({BOUNDARY: list(uncut.values())} if uncut else {}))
+
+    def _calls(self, reward: WeightedReward, groups: list[Group]) -> deque[tuple[list[Group], Wait]]:
+        """The calls that `start` started; if there are none, calls for all groups, in equal parts for the workers."""
+        started = [self._started.pop((reward.name, id(group)), None) for group in groups]
+        if any(started):
+            return deque(([group], wait or reward.start([group])) for group, wait in zip(groups, started, strict=True))
+        return deque((part, reward.start(part)) for part in _parts(groups, reward.caller.workers))
+
+    def _results(
+        self, reward: WeightedReward, total: int, calls: deque[tuple[list[Group], Wait]]
+    ) -> list[RewardResult]:
+        """Wait for the calls. One on several groups that fails is repeated group by group, so that only failing groups
+        have no reward. Errors as of `grade_part`.
+        """
+        results: list[RewardResult] = []
+        while calls:
+            part, wait = calls.popleft()
+            try:
+                found = wait()
+            except CallError as error:
+                if len(part) > 1:
+                    log.warning("reward %r failed on a whole step, trying it group by group: %s", reward.name, error)
+                    calls.extendleft(([group], partial(reward.evaluate, [group])) for group in reversed(part))
+                    continue
+                found = [RewardResult(None, str(error))] * len(part[0].rollouts)
+            except (InvalidResult, RewardHung) as error:
+                where = _place(part[0]) if len(part) == 1 else ""
+                raise GradingError(f"reward {reward.name!r} {error}{where}") from None
+            results += _placed(part, found)
+            failed = sum(bool(verdict.error) for verdict in results)
+            if len(part) == 1 and failed > FAILURES_ALLOWED * total:  # do not wait for the others' deadlines
+                _, why = _first_error({reward.name: results})
+                raise _too_many(reward.name, f"at least {failed}", total, why)
+        return results
 
     def _cut(self, rollouts: Sequence[Rollout], total: int) -> dict[int, RewardResult]:
         """Split completions into steps; returns those for which the user's boundary function failed, by row."""
@@ -195,7 +255,7 @@ class RewardGrader:
     @staticmethod
     def _try_reward(reward: WeightedReward, groups: Sequence[Group]) -> list[RewardResult]:
         try:
-            verdicts = reward.evaluate(groups, reward.timeout_seconds)
+            verdicts = reward.evaluate(groups)
         except CallTimeout:
             raise ConfigError(
                 f"reward {reward.name!r} took longer than {reward.timeout_seconds:g} s, its timeout_seconds, for "
@@ -215,6 +275,69 @@ class RewardGrader:
             reward.caller.close()
         if self.splitter is not None:
             self.splitter.close()
+
+
+def _placed(groups: Sequence[Group], results: Sequence[RewardResult]) -> list[RewardResult]:
+    """The results, in whose errors the row of the prompt is named."""
+    of_rollouts = (group for group in groups for _ in group.rollouts)
+    return [
+        replace(result, error=f"{result.error}{_place(group)}") if result.error else result
+        for group, result in zip(of_rollouts, results, strict=True)
+    ]
+
+
+def _place(group: Group) -> str:
+    return f" ({group.start.place})" if group.start.place else ""
+
+
+def _parts(groups: list[Group], count: int) -> list[list[Group]]:
+    """The groups in at most `count` consecutive parts of almost equal size."""
+    size = -(-len(groups) // count)
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+def _first_error(results: Mapping[str, Sequence[RewardResult]]) -> tuple[str, str]:
+    """The first reward that failed and the reason; if none failed, all returned None."""
+    for name, of_rollouts in results.items():
+        for verdict in of_rollouts:
+            if verdict.error:
+                return name, verdict.error
+    return ", ".join(results), "returned None"
+
+
+def _too_many(name: str, failed: str, total: int, why: str) -> GradingError:
+    return GradingError(f"{failed} of {total} rollouts could not be graded, more than 20 %: reward {name!r}: {why}")
+
+
+@dataclass(frozen=True)
+class RunGrader:
+    """The grader of a run, with all its ranks; implements `covey.data.Grader`.
+
+    `file` exists during a call, and so remains if a reward function ends the process: the resumed run reports it.
+    """
+
+    grader: RewardGrader
+    team: Team
+    file: Path
+
+    def grade(self, groups: list[Group]) -> list[Group]:
+        """As `RewardGrader.grade`."""
+        self.file.write_text(json.dumps([reward.name for reward in self.grader.rewards]))
+        try:
+            return self.grader.grade(groups, self.team)
+        finally:
+            self.file.unlink(missing_ok=True)
+
+    def unfinished(self) -> str:
+        """One line about a call that ended the process before, whose file is deleted; empty if there was none."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            names = json.loads(self.file.read_text())
+            self.file.unlink()
+            return (
+                f"the process of this run ended while its rewards were computed ({', '.join(map(str, names))}): unless "
+                "it was stopped from outside, a reward function ended it, by os._exit or a signal, and may do so again"
+            )
+        return ""
 
 
 def build_grader(
@@ -271,3 +394,72 @@ def right_rollout(start: Start) -> Rollout:
     """A rollout with the right answer, or "0" if the data has none."""
     text = str(start.columns.get("answer", "0"))
     return Rollout(context=(), actions=(0,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text)
+
+
+# ---- checks of the rows of a data set before a run ----
+
+MISSING = object()
+Row = TypeVar("Row", bound=DataRow | Start)
+
+
+def check_answers(rewards: Iterable[WeightedReward], rows: Sequence[DataRow | Start]) -> None:
+    """Check the right answers of all rows for the built-in rewards that read them.
+
+    Raises:
+        ConfigError: for the first row that a reward cannot grade, with the number of such rows.
+    """
+    for reward in rewards:
+        if reward.check is None:
+            continue
+        known: dict[Any, str] = {}  # rows often have the same answer
+        faults = [(row, fault) for row in rows if (fault := _fault_of(reward, row, known))]
+        if faults:
+            row, fault = faults[0]
+            more = f" ({len(faults):,} such rows)" if len(faults) > 1 else ""
+            raise ConfigError(f"{row.place or 'a prompt of the task'}: reward {reward.name!r}: {fault}{more}")
+
+
+def _fault_of(reward: WeightedReward, row: DataRow | Start, known: dict[Any, str]) -> str:
+    """The reason why a reward cannot grade completions of a row; "" if it can."""
+    columns = row.columns
+    column, *_ = reward.gold
+    if columns.get(column) is None:
+        if column in columns:
+            return f"the column {column!r} is null"
+        there = ", ".join(map(shortened, list(columns)[:8])) or "none"
+        return f"there is no column {column!r} (columns: {there}); name another in [[rewards]], or remove the row"
+    values = tuple(map(columns.get, reward.gold))
+    key = values if set(map(type, values)) <= {str} else repr(values)  # 1 and True are equal, as keys too
+    if key not in known:
+        try:
+            known[key] = ""
+            reward.check(*values)  # type: ignore[misc]
+        except ValueError as error:
+            known[key] = str(error)
+    return known[key]
+
+
+def rows_of_every_kind(rows: Iterable[Row]) -> list[Row]:
+    """The first row with each kind of value of each column: a reward that fails on a kind fails on one of them.
+
+    A kind is a type, or that the value is null, empty or missing. Rows whose kinds all occur in others are left out.
+    """
+    first: dict[Any, Row] = {}
+    for row in rows:
+        kinds = (*map(_kind, row.columns.values()), type(row.prompt))
+        first.setdefault((tuple(row.columns), kinds), row)
+    names = dict.fromkeys(name for columns, _ in first for name in columns)
+    found: list[Row] = []
+    seen: set[Any] = set()
+    for (columns, kinds), row in first.items():
+        there = dict(zip((*columns, MISSING), kinds, strict=True))
+        pairs = {(name, there.get(name, MISSING)) for name in (*names, MISSING)}
+        if not pairs <= seen:
+            found.append(row)
+            seen |= pairs
+    return found
+
+
+def _kind(value: Any) -> Any:
+    """The type of a value, or the value if it is an empty text, list or dict."""
+    return repr(value) if isinstance(value, (str, list, dict)) and not value else type(value)

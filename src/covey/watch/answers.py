@@ -272,9 +272,7 @@ def _place(name: str) -> int:
 
 def _wording(domain: str | None, kind: str | None) -> dict[str, Any] | None:
     """The texts of a run; None if its domain is unknown."""
-    if domain is None:
-        return None
-    wording = WORDINGS.get((domain, kind or "score"))
+    wording = WORDINGS.get((domain or "", kind or "score"))
     if wording is None:
         return None
     return {

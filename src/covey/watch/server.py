@@ -162,12 +162,12 @@ from covey.watch.files import OpenFile, open_recording, open_static
 from covey.watch.index import FILTERS, LONGEST_QUERY, Indexer, Query, index_path, progress
 from covey.watch.library import Library
 
-LARGEST_STEP = 1 << 53
-MOST_ROWS, ROWS, MOST_OFFSET = 200, 50, 1 << 31
+LARGEST_STEP, MOST_ROWS, ROWS = 1 << 53, 200, 50
+STEPS, LIMITS, OFFSETS = range(LARGEST_STEP + 1), range(1, MOST_ROWS + 1), range((1 << 31) + 1)
+TEXT = object()  # any text of a bounded length
 MOST_NAMES = 200  # metrics in one request
 AT_ONCE = 4  # answers that are computed side by side
 Handler = Callable[[Request], Awaitable[Response]]
-
 
 LOOK_SECONDS = 1.0  # between two looks at the files
 LOAD = 0.05  # fraction of the time that looking may take; with many runs there are fewer looks
@@ -196,10 +196,10 @@ class Server:
             "/api/runs/{id}": self._json(lambda request: self.answers.run(_id(request))),
             "/api/runs/{id}/metrics": self._json(self.metrics),
             "/api/runs/{id}/steps/{step}/groups": self._json(
-                lambda request: self.answers.groups(_id(request), _in_path(request, "step"))
+                lambda request: self.answers.groups(_id(request), **_given(request, step=(0, STEPS)))
             ),
             "/api/runs/{id}/steps/{step}/groups/{group}": self._json(
-                lambda request: self.answers.group(_id(request), _in_path(request, "step"), _in_path(request, "group"))
+                lambda request: self.answers.group(_id(request), **_given(request, step=(0, STEPS), group=(0, STEPS)))
             ),
             "/api/runs/{id}/rollouts": self._json(self.rollouts),
             "/api/runs/{id}/held_out": self._json(self.held_out),
@@ -245,38 +245,23 @@ class Server:
         listed = None if names is None else [name for name in names.split(",") if name]
         if listed is not None and len(listed) > MOST_NAMES:
             raise BadParameter(f"names has more than {MOST_NAMES} metrics")
-        return self.answers.metrics(
-            _id(request),
-            listed,
-            _integer(request, "points", POINTS, FEWEST_POINTS, MOST_POINTS),
-            _integer(request, "after", 0),
-            _integer(request, "last", None),
-        )
+        points = POINTS, range(FEWEST_POINTS, MOST_POINTS + 1)
+        given = _given(request, points=points, after=(0, STEPS), last=(None, STEPS))
+        return self.answers.metrics(_id(request), listed, **given)
 
     def rollouts(self, request: Request) -> dict[str, Any]:
-        text = _text(request)
-        query = Query(
-            _choice(request, "filter", "", tuple(FILTERS)),
-            text,
-            _integer(request, "first", 0),
-            _integer(request, "last", LARGEST_STEP),
-            _integer(request, "offset", 0, 0, MOST_OFFSET),
-            _integer(request, "limit", ROWS, 1, MOST_ROWS),
-        )
-        return self.answers.rollouts(_id(request), query)
+        given = _given(
+            request, filter=("", FILTERS), text=("", TEXT), first=(0, STEPS), last=(LARGEST_STEP, STEPS),
+            offset=(0, OFFSETS), limit=(ROWS, LIMITS),
+        )  # fmt: skip
+        return self.answers.rollouts(_id(request), Query(**given))
 
     def held_out(self, request: Request) -> dict[str, Any]:
-        return self.answers.held_out(
-            _id(request),
-            _integer(request, "first", None),
-            _integer(request, "last", None),
-            _integer(request, "max_new_tokens", None),
-            order=_choice(request, "order", "problem", ORDERS),
-            kind=_choice(request, "kind", "", ("", *KINDS)),
-            wanted=_text(request),
-            offset=_integer(request, "offset", 0, 0, MOST_OFFSET),
-            limit=_integer(request, "limit", MOST_ROWS, 1, MOST_ROWS),
-        )
+        given = _given(
+            request, first=(None, STEPS), last=(None, STEPS), max_new_tokens=(None, STEPS), order=("problem", ORDERS),
+            kind=("", KINDS), text=("", TEXT), offset=(0, OFFSETS), limit=(MOST_ROWS, LIMITS),
+        )  # fmt: skip
+        return self.answers.held_out(_id(request), wanted=given.pop("text"), **given)
 
     def _json(self, answer: Callable[[Request], Mapping[str, Any]]) -> Handler:
         """The handler that computes an answer in another thread."""
@@ -297,32 +282,30 @@ def _id(request: Request) -> str:
     return str(request.path_params["id"])
 
 
-def _in_path(request: Request, name: str) -> int:
-    return _number(name, request.path_params[name], 0, LARGEST_STEP)
+def _given(request: Request, **known: tuple[Any, Any]) -> dict[str, Any]:
+    """The parameters of a request, in its path or its query.
+
+    Args:
+        known: for each its default, and the values that it may have: a range, some texts, or `TEXT`.
+    """
+    values = {**request.query_params, **request.path_params}
+    return {
+        name: _checked(name, values[name], allowed) if values.get(name) else default
+        for name, (default, allowed) in known.items()
+    }
 
 
-def _integer(request: Request, name: str, default: Any, least: int = 0, most: int = LARGEST_STEP) -> Any:
-    given = request.query_params.get(name, "")
-    return _number(name, given, least, most) if given else default
-
-
-def _number(name: str, given: str, least: int, most: int) -> int:
-    if not (given.isascii() and given.isdecimal() and len(given) <= 16 and least <= int(given) <= most):
-        raise BadParameter(f"{name} must be an integer of {least} to {most}")
-    return int(given)
-
-
-def _choice(request: Request, name: str, default: str, choices: tuple[str, ...]) -> str:
-    given = request.query_params.get(name, default)
-    if given not in choices:
-        raise BadParameter(f"{name} must be one of {', '.join(filter(None, choices))}")
-    return given
-
-
-def _text(request: Request) -> str:
-    given = request.query_params.get("text", "")
-    if len(given) > LONGEST_QUERY or "\0" in given:
-        raise BadParameter(f"text must have at most {LONGEST_QUERY} characters, and no NUL")
+def _checked(name: str, given: str, allowed: Any) -> Any:
+    if allowed is TEXT:
+        if len(given) > LONGEST_QUERY or "\0" in given:
+            raise BadParameter(f"{name} must have at most {LONGEST_QUERY} characters, and no NUL")
+    elif not isinstance(allowed, range):
+        if given not in allowed:
+            raise BadParameter(f"{name} must be one of {', '.join(filter(None, allowed))}")
+    elif not (given.isascii() and given.isdecimal() and len(given) <= 16 and int(given) in allowed):
+        raise BadParameter(f"{name} must be an integer of {allowed.start} to {allowed.stop - 1}")
+    else:
+        return int(given)
     return given
 
 

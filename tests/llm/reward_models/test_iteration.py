@@ -138,7 +138,7 @@ def test_the_quality_is_that_of_the_rewards() -> None:
     model = Model(reward_model_epochs=0)
     model.iterate(1)
     proxy = WeightedReward("reward_model", model.runner, {})
-    rewards = [result.value for result in proxy.evaluate(step_of(1001), 10.0)]
+    rewards = [result.value for result in proxy.evaluate(step_of(1001))]
     agreeing = sum(rewards[right] > rewards[wrong] for right in (1, 3) for wrong in (0, 2))  # type: ignore[operator]
     (record,) = model.monitor.records
     assert record["before"]["proxy_reward"] == pytest.approx(sum(rewards) / 4)  # type: ignore[arg-type]

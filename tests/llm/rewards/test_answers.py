@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.llm.rewards.math import math_equal
-from covey.llm.rewards.numeric import numeric
-from covey.llm.rewards.plain_numbers import plain_verdicts
+from covey.llm.rewards.numbers import numeric, plain_verdicts
 
 TABLE = Path(__file__).with_name("answers.tsv")
 REFUSED = "-"

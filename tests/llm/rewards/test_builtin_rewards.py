@@ -128,8 +128,6 @@ def test_every_entry_is_a_function_that_takes_its_options(name):
     if entry.shortcut:
         assert set(reward.arguments) <= set(inspect.signature(load_function(entry.shortcut)).parameters)
     assert ("steps" in parameters) == entry.per_step
-    file = Path(entry.function.partition(":")[0].replace(".", "/") + ".py")
-    assert file.stem in (name, f"{name}_process"), "the file has the reward's name"
 
 
 def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
@@ -150,13 +148,14 @@ def test_an_option_is_refused_where_it_changes_nothing(tmp_path):
 def test_a_reward_is_added_as_contributing_says(tmp_path):
     """The two blocks of CONTRIBUTING, applied to a copy of the package, make a reward that a recipe can name."""
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a built-in reward")[2].partition("\n## ")[0]
-    file, line = re.findall(r"```python\n(.*?)```", section, re.S)
-    name = re.search(r"`llm/rewards/(\w+)\.py`", section)[1]
+    function, line = re.findall(r"```python\n(.*?)```", section, re.S)
+    name = re.search(r"def (\w+)", function)[1]
     package = shutil.copytree(
         PACKAGES["covey"] / "covey", tmp_path / "covey", ignore=shutil.ignore_patterns("__pycache__")
     )
-    (package / "llm" / "rewards" / f"{name}.py").write_text(file)
-    table = package / "config" / "builtin_rewards.py"
+    rules = package / "llm" / "rewards" / "rules.py"
+    rules.write_text(f"{rules.read_text()}\n\n{function}")
+    table = package / "config" / "rewards.py"
     before, opening, after = table.read_text().partition("BUILT_IN_REWARDS: dict[str, BuiltInReward] = {\n")
     table.write_text(before + opening + line + after)
     program = (

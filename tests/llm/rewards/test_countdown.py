@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.llm.rewards.countdown import countdown, solves_countdown
+from covey.llm.rewards.rules import countdown, solves_countdown
 
 NUMBERS, TARGET = [3, 5, 2, 2], 16
 

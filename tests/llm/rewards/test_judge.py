@@ -23,8 +23,7 @@ from covey.config.rewards import check_reward
 from covey.config.servers import is_this_machine
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
-from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache
-from covey.llm.rewards.judge_score import ScoreReader, UnreadableReply
+from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache, ScoreReader, UnreadableReply
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -202,7 +201,7 @@ def rewards_of(groups: list[Group]) -> list[float | None]:
 
 
 def errors_of(grader: RewardGrader, groups: list[Group]) -> list[str]:
-    return [result.error for result in grader.rewards[0].evaluate(groups, 1.0)]
+    return [result.error for result in grader.rewards[0].evaluate(groups)]
 
 
 def say_the_number(asked: Asked) -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from covey.llm.rewards.numeric import numeric
+from covey.llm.rewards.numbers import numeric
 
 
 def test_numeric_compares_exactly():

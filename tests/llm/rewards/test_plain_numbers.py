@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.llm.rewards.math import math_equal
-from covey.llm.rewards.plain_numbers import plain_verdicts
+from covey.llm.rewards.numbers import plain_verdicts
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.llm.rewards.countdown import solves_countdown
-from covey.llm.rewards.read_number import read_number
+from covey.llm.rewards.numbers import read_number
+from covey.llm.rewards.rules import solves_countdown
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from covey.config import ConfigError, DatasetConfig, RewardConfig, RunConfig
 from covey.config.rewards import BUILT_IN_REWARDS
 from covey.data import Start
 from covey.experiment.problem import build_problem
-from covey.llm.grader import GradingError, build_grader
-from covey.llm.rewards.row_check import check_answers, rows_of_every_kind
+from covey.llm.grader import GradingError, build_grader, check_answers, rows_of_every_kind
 from covey.llm.tasks import Rows, RunningTotal
 from helpers.graded import group
 

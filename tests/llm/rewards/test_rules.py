@@ -17,15 +17,16 @@ from covey.config.rules import validate
 from covey.data import Group, Start
 from covey.experiment.problem import build_problem
 from covey.llm.grader import GradingError, build_grader
-from covey.llm.rewards.digits import digits
-from covey.llm.rewards.exact import exact
-from covey.llm.rewards.format import format_match
-from covey.llm.rewards.language import script_share
-from covey.llm.rewards.length import length_penalty
-from covey.llm.rewards.numeric import numeric
-from covey.llm.rewards.overlong import overlong
-from covey.llm.rewards.repetition import repetition_penalty
-from covey.llm.rewards.tags import tagged_parts
+from covey.llm.rewards.numbers import digits, numeric
+from covey.llm.rewards.rules import (
+    exact,
+    format_match,
+    length_penalty,
+    overlong,
+    repetition_penalty,
+    script_share,
+    tagged_parts,
+)
 from covey.llm.rewards.weighted_reward import WeightedReward
 from helpers.graded import group, start
 from helpers.tabular_policy import rollout

@@ -17,9 +17,7 @@ from covey.config.rules import validate
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.model.chat import Chat
-from covey.llm.rewards.numeric import numeric
-from covey.llm.rewards.read_number import read_number
-from covey.llm.rewards.step_numbers import step_numbers
+from covey.llm.rewards.numbers import numeric, read_number, step_numbers
 from covey.llm.rewards.step_splitter import RULES, StepSplitter, lines, paragraphs, sentences, token_ends
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import RunningTotal

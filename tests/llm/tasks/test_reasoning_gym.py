@@ -63,7 +63,7 @@ def score(grader: RewardGrader, start: Start, *texts: str) -> list[float | None]
     rollouts = [
         Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
     ]
-    return [result.value for result in grader.rewards[0].evaluate([Group(start, rollouts)], 120.0)]
+    return [result.value for result in grader.rewards[0].evaluate([Group(start, rollouts)])]
 
 
 def question(start: Start) -> str:

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, CountdownConfig, DatasetConfig, RewardConfig, WordProblemsConfig
-from covey.llm.rewards.countdown import solves_countdown
+from covey.llm.rewards.rules import solves_countdown
 from covey.llm.tasks import (
     Arithmetic,
     CodeFunctions,

@@ -17,8 +17,8 @@ import pytest
 from covey.config.recipe import write_config
 from covey.runtime.variables import cache_folder
 from covey.tracking.run_store import read_metrics
-from covey.tracking.trackers.rows import CHARACTERS, COLUMNS
-from covey.tracking.trackers.tracker import NEW, Position, TrackedRun
+from covey.tracking.trackers.adapters import COLUMNS, NEW, MLflowTracker, Position, TrackedRun
+from covey.tracking.trackers.observer import CHARACTERS
 from helpers import toy_envs
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import write_iterative_recipes
@@ -116,8 +116,6 @@ def test_mlflow_has_the_rows_of_a_step_once_if_the_process_was_killed_between_ta
     damaged: bool, tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `damaged`, while MLflow copied the table: the rows before are lost, and the tracker goes on."""
-    from covey.tracking.trackers.mlflow import MLflowTracker
-
     for name in ("MLFLOW_LOGGING_LEVEL", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
         monkeypatch.setenv(name, "")  # restored afterwards
         os.environ.pop(name)

@@ -19,11 +19,18 @@ from covey.experiment.advice import Launch
 from covey.experiment.job import _trackers
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.tracking.trackers import observer, thread
-from covey.tracking.trackers.observer import Trackers
-from covey.tracking.trackers.rows import CHARACTERS, COLUMNS, Row, has_table, rows_of
-from covey.tracking.trackers.tensorboard import TensorBoardTracker, as_markdown
-from covey.tracking.trackers.tracker import NEW, Position, TrackedRun, flat
+from covey.tracking.trackers import observer
+from covey.tracking.trackers.adapters import (
+    COLUMNS,
+    NEW,
+    Position,
+    Row,
+    TensorBoardTracker,
+    TrackedRun,
+    as_markdown,
+    flat,
+)
+from covey.tracking.trackers.observer import CHARACTERS, Trackers, has_table, rows_of
 from helpers.graded import group, start
 from helpers.step_records import step_record
 
@@ -178,7 +185,7 @@ def test_every_step_is_logged_once_from_the_evaluation_before_to_the_one_after(t
     steps = [(0, {"eval/score": 0.25}), *((step, {"reward/mean": step / 8}) for step in range(1, 6))]
     assert tracker.steps == [*steps, (5, {"eval/score": 0.75})]
     assert tracker.ended == [SUMMARY]
-    assert thread.read_position(tmp_path / "run/trackers/listing.json") == Position("own", 5, True)
+    assert observer.read_position(tmp_path / "run/trackers/listing.json") == Position("own", 5, True)
 
 
 def test_a_run_that_goes_on_sends_what_the_tracker_lacks(tmp_path: Path) -> None:
@@ -234,7 +241,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
         notes = track(tmp_path / "run", Listing(at=1, do=go.wait), range(1, 6), summary=SUMMARY)
         assert len(notes) == 1
         assert "has not taken all steps" in notes[0]
-        monkeypatch.setattr(thread, "WAITING_STEPS", 2)
+        monkeypatch.setattr(observer, "WAITING_STEPS", 2)
         notes = track(tmp_path / "other", Listing(at=0, do=go.wait), range(1, 30), summary=SUMMARY)
         assert len(notes) == 1
         assert "steps behind" in notes[0]

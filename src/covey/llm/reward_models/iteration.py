@@ -213,7 +213,7 @@ class IteratedRewardModel:
 
     def _quality(self, groups: Sequence[Group], held_out: Sequence[Example]) -> dict[str, float]:
         """Quality of the reward model on completions of the current policy."""
-        results = self._proxy.evaluate(groups, self._proxy.timeout_seconds)
+        results = self._proxy.evaluate(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         scored = [result.value for result, rollout in zip(results, rollouts, strict=True) if rollout.score is not None]
         found: dict[str, float] = {}

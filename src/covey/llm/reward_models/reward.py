@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +17,7 @@ from covey.llm.reward_models.encoding import ScoredRow
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.runner import RewardRunner, done
+from covey.llm.rewards.runner import RewardRunner
 from covey.runtime.device import choose_device, choose_precision
 
 log = logging.getLogger(__name__)
@@ -48,12 +46,6 @@ class ModelReward(RewardRunner):
         self._model: RewardModel | None = None
 
     early = False  # the model computes on the device of the sampler, so it is called after the step has been sampled
-
-    def start(
-        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
-    ) -> Future[Results]:
-        """As `call`: the results have been computed."""
-        return done(partial(self.call, arguments, global_step, seconds, step_counts))
 
     def call(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None

@@ -11,9 +11,9 @@ from typing import Any
 
 from covey.config import RewardConfig
 from covey.config.machine import processors
-from covey.llm.rewards.answer_text import completion_text
 from covey.llm.rewards.code_judge import Judge, Verdict
 from covey.llm.rewards.code_tests import Tests, read_tests
+from covey.llm.rewards.final_answer import completion_text
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardRunner, in_thread
 from covey.llm.rewards.sandbox.backends import choose_sandbox

@@ -14,8 +14,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from covey.llm.rewards.answer_text import column_of, completion_text
-from covey.llm.rewards.final_answer import final_answer
+from covey.llm.rewards.final_answer import column_of, completion_text, final_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
 

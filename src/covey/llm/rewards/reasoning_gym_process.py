@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config.fields import did_you_mean
-from covey.llm.rewards.answer_text import completion_text
+from covey.llm.rewards.final_answer import completion_text
 from covey.runtime.worker.child import MARK, limit_resources
 
 MOST_MEMORY_BYTES = 8 << 30  # of address space

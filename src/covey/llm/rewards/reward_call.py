@@ -28,6 +28,7 @@ LARGEST_METRIC = 1e300  # so that the sum over a step is finite
 LONGEST_NAME = 100  # characters in the name of a logged metric or column
 VERL = {"data_source", "solution_str", "ground_truth"}
 PLURALS = {"answers": "answer", "infos": "info", "tasks": "task"}  # of verifiers' group functions
+VAR_KEYWORD, VAR_POSITIONAL = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
 WITHOUT_ROWS = ("trainer_state", "log_metric", "log_extra")  # arguments that are not lists
 
 
@@ -128,7 +129,14 @@ def call_function(
     count = len(arguments["completions"])  # the function may change its arguments
     log = Log(count)
     function = adapted(function, arguments)
-    results = function(**_accepted(function, arguments, global_step, log))
+    given = {
+        **arguments,
+        **{name: [SimpleNamespace(**item) for item in arguments[name]] for name in arguments if name == ENVIRONMENTS},
+        "trainer_state": SimpleNamespace(global_step=global_step),
+        "log_metric": log.log_metric,
+        "log_extra": log.log_extra,
+    }
+    results = function(**_asked_for(function, given))
     if inspect.isawaitable(results):
         import asyncio  # slow to import, and rarely needed
 
@@ -140,27 +148,6 @@ def call_function(
     if log.error is not None:
         raise log.error
     return Results(values, log.metrics, log.extras)
-
-
-def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any], global_step: int, log: Log) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    given = {
-        **arguments,
-        **{name: [SimpleNamespace(**item) for item in arguments[name]] for name in arguments if name == ENVIRONMENTS},
-        "trainer_state": SimpleNamespace(global_step=global_step),
-        "log_metric": log.log_metric,
-        "log_extra": log.log_extra,
-    }
-    named = {parameter.name for parameter in parameters}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for parameter in parameters:
-        required = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
-        if required and parameter.name not in given:
-            raise TypeError(f"it asks for {parameter.name!r}, but the data has only {', '.join(arguments)}")
-    return {name: value for name, value in given.items() if takes_all or name in named}
 
 
 # ---- checks of the results ----
@@ -346,15 +333,9 @@ def _verifiers_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
 def _asked_for(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the function takes. Raises TypeError if it needs another one."""
     parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        taken = dict(given)
-    else:
-        taken = {name: value for name, value in given.items() if name in parameters}
+    variable = {parameter.kind for parameter in parameters.values()} & {VAR_KEYWORD, VAR_POSITIONAL}
     for name, parameter in parameters.items():
-        optional = parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
-        )  # fmt: skip
-        if not optional and name not in given:
+        if name not in given and parameter.default is parameter.empty and parameter.kind not in variable:
             there = ", ".join(name for name in given if name not in WITHOUT_ROWS)
             raise TypeError(f"it asks for {name!r}, but the data has only {there}")
-    return taken
+    return {name: value for name, value in given.items() if VAR_KEYWORD in variable or name in parameters}

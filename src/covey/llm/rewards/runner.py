@@ -43,6 +43,7 @@ class RewardRunner:
         """Start a call: one float or None per completion; with `step_counts` one list of that length or None.
 
         The future raises CallError if this call failed; InvalidResult or RewardHung if every further one would too.
+        A reward that is not `early` may have `call` in its place.
         """
         raise NotImplementedError
 

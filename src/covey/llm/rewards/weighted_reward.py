@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.fields import check_fields
-from covey.config.rewards import BuiltInReward, check_reward
+from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
-from covey.llm.rewards.overlong import overlong
 from covey.llm.rewards.reward_call import Results
+from covey.llm.rewards.rules import overlong
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
 LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
 JUDGE = "covey.llm.rewards.judge:Judge"
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Result of one reward for one rollout: a value, None on purpose, or an error."""
+
+    value: float | None
+    error: str = ""
+    steps: Sequence[float] = ()  # of a step reward: the reward of each step; `value` is their sum
+
+    @property
+    def score(self) -> float | None:
+        """The number that evaluations average: the value, or the mean over the steps of a step reward."""
+        return self.value / len(self.steps) if self.value is not None and self.steps else self.value
+
+
+Wait = Callable[[], list[RewardResult]]  # waits for the results of a call, one for each rollout
 
 
 @dataclass(frozen=True)
@@ -103,20 +119,23 @@ class WeightedReward:
         options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
         return WeightedReward("overlong", InProcess(overlong), options, shaping=True)
 
-    def evaluate(self, groups: Sequence[Group], seconds: float) -> list[RewardResult]:
-        """Call the function once for all rollouts of `groups`; returns the results, and stores logs in the groups."""
+    def evaluate(self, groups: Sequence[Group]) -> list[RewardResult]:
+        """Call the function once for all rollouts of `groups`; errors as of `RewardRunner.start`."""
+        return self.start(groups)()
+
+    def start(self, groups: Sequence[Group]) -> Wait:
+        """Start a call for all rollouts of `groups`; returns a function that waits for the results, and stores logs in
+        the groups. A reward that may not run while others are sampled (`RewardRunner.early`) is called by it.
+        """
         if not any(_gradable(groups)):
-            return self.received(Results([], {}, {}), groups)
-        return self.received(self.caller.call(*self._call(groups, seconds)), groups)
+            return lambda: self._received(Results([], {}, {}), groups)
+        if not self.caller.early:
+            return lambda: self._received(self.caller.call(*self._arguments(groups)), groups)
+        call = self.caller.start(*self._arguments(groups))
+        return lambda: self._received(call.result(), groups)
 
-    def start(self, groups: Sequence[Group]) -> Future[Results] | None:
-        """Start a call for all rollouts of `groups` in the background, if the function runs outside this process."""
-        if not self.caller.early or not any(_gradable(groups)):
-            return None
-        return self.caller.start(*self._call(groups, self.timeout_seconds))
-
-    def _call(self, groups: Sequence[Group], seconds: float) -> tuple[dict[str, Any], int, float, list[int] | None]:
-        """The arguments of `RewardRunner.call`."""
+    def _arguments(self, groups: Sequence[Group]) -> tuple[dict[str, Any], int, float, list[int] | None]:
+        """The arguments of `RewardRunner.start`."""
         rows = _gradable(groups)
         columns = dict.fromkeys(name for start, _ in rows for name in start.columns)
         arguments = {
@@ -131,9 +150,9 @@ class WeightedReward:
         if self.per_step:
             steps = [list(rollout.step_texts or [rollout.text]) for _, rollout in rows]
             arguments["steps"], counts = steps, [len(texts) for texts in steps]
-        return arguments, rows[0][1].version, seconds, counts
+        return arguments, rows[0][1].version, self.timeout_seconds, counts
 
-    def received(self, results: Results, groups: Sequence[Group]) -> list[RewardResult]:
+    def _received(self, results: Results, groups: Sequence[Group]) -> list[RewardResult]:
         """The results of a call, by rollout; stores its logs in the groups."""
         rollouts = [rollout for _, rollout in _gradable(groups)]
         for metric, numbers in results.metrics.items():
@@ -152,49 +171,21 @@ class WeightedReward:
         ]
 
 
-@dataclass(frozen=True)
-class RewardResult:
-    """Result of one reward for one rollout: a value, None on purpose, or an error."""
-
-    value: float | None
-    error: str = ""
-    steps: Sequence[float] = ()  # of a step reward: the reward of each step; `value` is their sum
-
-    @property
-    def score(self) -> float | None:
-        """The number that evaluations average: the value, or the mean over the steps of a step reward."""
-        return self.value / len(self.steps) if self.value is not None and self.steps else self.value
-
-
 def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
-    """The way to call a reward."""
-    if config.built_in is not None:
-        return _built_in_runner(config.built_in, config)
-    if config.judge:
-        return _runner_named(JUDGE, config)
+    """The way to call a reward. The module of a judge or of the reward `code` is imported only if it is used."""
     if config.model:
         return ModelReward(config, device, precision)
-    return RewardPool(config.function, config.process_count, config.timeout_seconds)
-
-
-def _built_in_runner(reward: BuiltInReward, config: RewardConfig) -> RewardRunner:
-    if reward.runner:
-        return _runner_named(reward.runner, config)
+    reward, workers = config.built_in, config.process_count
+    if named := JUDGE if config.judge else reward and reward.runner:
+        runner: RewardRunner = load_function(named)(config)
+        return runner
+    if reward is None or reward.own_process:
+        return RewardPool(reward.function if reward else config.function, workers, config.timeout_seconds)
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
-        pool = RewardPool(
-            reward.function, config.process_count, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib
-        )
+        pool = RewardPool(reward.function, workers, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib)
         return OneByOne(pool, tuple(config.arguments), shortcut)
-    if reward.own_process:
-        return RewardPool(reward.function, config.process_count, config.timeout_seconds)
     return InProcess(load_function(reward.function))
-
-
-def _runner_named(name: str, config: RewardConfig) -> RewardRunner:
-    """A runner whose module is imported only if it is used."""
-    runner: RewardRunner = load_function(name)(config)
-    return runner
 
 
 def _gradable(groups: Sequence[Group]) -> list[tuple[Start, Rollout]]:

@@ -1,4 +1,8 @@
-"""Reads the one number that an answer is, exactly and in a time bounded by the length of the text."""
+"""Reads the one number that an answer is, exactly and in a time bounded by the length of the text.
+
+The rewards `numeric`, `digits` and `step_numbers`, what `math` can decide without math-verify, and the checks of right
+answers before a run (`BuiltInReward.check`), which raise ValueError if no completion can be compared with the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from covey.llm.rewards.answer_text import column_of, completion_text
-from covey.llm.rewards.final_answer import LONGEST_ANSWER, final_answer, plain_unicode
+from covey.llm.rewards.final_answer import LONGEST_ANSWER, column_of, completion_text, final_answer, plain_unicode
 
 _LARGEST_EXPONENT = 99  # of ten
 
@@ -269,3 +272,128 @@ def number_pairs(
         (read_number(completion_text(completion)), known[answer])
         for completion, answer in zip(completions, answers, strict=True)
     ]
+
+
+def numeric(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
+    """1 if the number in the completion (`read_number`) is exactly the one in the answer column, else 0.
+
+    Raises:
+        ValueError: if the column is missing or an answer is not one number.
+    """
+    pairs = number_pairs(completions, answer_column, columns)
+    return [float(given is not None and given.equals(right)) for given, right in pairs]
+
+
+def digits(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
+    """Fraction of the places of the right number, with its sign, that the given number has right.
+
+    Partial credit: 157 for 156 gives 3/4 (sign and two digits), 31 for -31 gives 2/3. With `numeric` a group of wrong
+    answers has no gradient; with this reward, answers with a right digit or sign have a higher advantage. Digits are
+    aligned at the right and counted over the longer number, so that more digits give no more reward. Use it together
+    with `numeric`, which remains the score.
+
+    Raises:
+        ValueError: if the column is missing or an answer is not one number.
+    """
+    return [_right_places(given, right) for given, right in number_pairs(completions, answer_column, columns)]
+
+
+def _right_places(given: Number | None, right: Number) -> float:
+    if given is None:
+        return 0.0
+    ours, theirs = str(abs(given.value))[::-1], str(abs(right.value))[::-1]
+    same = sum(a == b for a, b in zip(ours, theirs, strict=False)) + ((given.value < 0) == (right.value < 0))
+    return same / (1 + max(len(ours), len(theirs)))
+
+
+def step_numbers(
+    completions: Sequence[Any], steps: Sequence[Sequence[str]], *, answer_column: str = "answer", **columns: Any
+) -> list[list[float]]:
+    """For each step 1 if its number (`read_number`) equals the one at its position in the answer column, else 0.
+
+    The column has a list of the right intermediate results. A step beyond the list gets 0.
+
+    Raises:
+        ValueError: if the column is missing, or has a value that is not a list of numbers (`right_number`).
+    """
+    return [
+        [float(number < len(right) and _is_right(text, right[number])) for number, text in enumerate(texts)]
+        for texts, right in zip(steps, map(right_steps, column_of(columns, answer_column)), strict=True)
+    ]
+
+
+def _is_right(text: str, right: Number) -> bool:
+    given = read_number(text)
+    return given is not None and given.equals(right)
+
+
+def right_steps(answers: Any) -> list[Number]:
+    """The right number of each step. Raises ValueError for an answer that is not a list of numbers."""
+    if not isinstance(answers, (list, tuple)):
+        raise ValueError(
+            f"the answer {str(answers)!r:.60} is not a list: set answer_column to a column with a number for each step"
+        )
+    return [right_number(str(answer)) for answer in answers]
+
+
+_EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
+
+
+def check_number(answer: Any) -> None:
+    """Refuse an answer of `numeric` that is not one number."""
+    right_number(_text(answer))
+
+
+def check_expression(answer: Any) -> None:
+    """Refuse an answer of `math` that math-verify cannot parse: an empty one, or one that closes a brace too many."""
+    text = _text(answer)
+    marked = final_answer(text, unmarked=False)
+    inner, depth = _EMPTY_BOX.sub("", text if marked is None else marked).strip(" \t\n$"), 0
+    for character in inner if "}" in inner else "":
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth < 0:
+            break
+    if not inner or depth < 0:
+        raise ValueError(f"the right answer {text!r:.60} is not mathematics; use the exact reward for texts")
+
+
+def check_text(answer: Any) -> None:
+    """Refuse an answer of `exact` that is neither a text nor a number."""
+    _text(answer)
+
+
+def _text(answer: Any) -> str:
+    if answer is None or isinstance(answer, (bool, list, tuple, dict)):
+        raise ValueError(f"the right answer must be a text or a number, this is {str(answer)!r:.60}")
+    return str(answer)
+
+
+# math-verify rounds decimals to 6 places before it compares them. Numbers that differ by more are different for it too.
+ROUNDING = Fraction(1, 10**5)
+
+
+def plain_verdicts(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float | None]:
+    """1 or 0 if both the answer of a completion and the right one are numbers, else None: ask math-verify.
+
+    Raises:
+        ValueError: if the column is missing.
+    """
+    return [
+        _verdict(completion_text(completion), str(answer))
+        for completion, answer in zip(completions, column_of(columns, answer_column), strict=True)
+    ]
+
+
+def _verdict(text: str, answer: str) -> float | None:
+    try:
+        right = right_number(answer)
+    except ValueError:
+        return None
+    stated = final_answer(text)
+    given = whole_number(text if stated is None else stated)
+    if given is None:
+        return 0.0 if stated is not None and is_relation(stated) else None
+    if given.equals(right):
+        return 1.0
+    whole = right.value.denominator == given.value.denominator == 1
+    return 0.0 if whole or abs(given.value - right.value) > ROUNDING else None
