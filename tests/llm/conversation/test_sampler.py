@@ -164,30 +164,6 @@ def test_a_stop_string_ends_a_turn_which_the_template_then_ends():
     assert stopped > 10
 
 
-class Waiting(Echo):
-    """The third environment of a group answers last."""
-
-    made = 0
-    released = threading.Event()
-
-    def __init__(self):
-        type(self).made += 1
-        self._slow = type(self).made % 4 == 3
-
-    def step(self, message):
-        if self._slow:
-            self.released.wait(0.05)
-        return super().step(message)
-
-
-def test_results_do_not_depend_on_the_time_that_environments_take():
-    plain = sampler_of().sample(STARTS, 4, step=1)
-    slow = sampler_of(environment=Waiting).sample(STARTS, 4, step=1)
-    assert [(r.actions, r.behavior_logprobs, r.messages) for r in rollouts_of(plain)] == [
-        (r.actions, r.behavior_logprobs, r.messages) for r in rollouts_of(slow)
-    ]
-
-
 class Some(Echo):
     """Fails in one conversation of a group, at the moment that the column `faults` names."""
 
