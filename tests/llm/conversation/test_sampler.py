@@ -221,8 +221,8 @@ def test_rewards_of_the_environment_and_over_the_conversation():
         return [float(environment.turns) for environment in environments]
 
     failures, rewards = graded(groups, "environment", turns)
-    assert failures.count == 2
-    assert "RuntimeError: no" in failures.why
+    assert failures[0] == 2
+    assert "RuntimeError: no" in failures[2]
     assert seen == [["user"] * 6], "failed conversations are not graded"
     for group, values in zip(groups, rewards, strict=True):
         assert [value is None for value in values] == [False, True, False, False]
@@ -235,7 +235,7 @@ def test_rewards_of_the_environment_and_over_the_conversation():
 def test_a_group_without_a_sound_conversation_has_no_rewards():
     groups = sampler_of(environment=Faulty).sample([Start(0, "1", {"fault": "raise no"})], 4, step=1)
     failures, rewards = graded(groups, "environment")
-    assert (failures.count, rewards) == (4, [[None] * 4])
+    assert (failures[0], rewards) == (4, [[None] * 4])
 
 
 def test_conversations_travel_between_ranks():
