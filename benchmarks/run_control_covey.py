@@ -18,8 +18,8 @@ from trial import Trial, read_work
 from covey.config import ControlConfig
 from covey.config.recipe import read_recipe
 from covey.control.policy import ControlPolicy
-from covey.experiment.build import Experiment
 from covey.experiment.control import ControlBuilder
+from covey.experiment.job import Experiment
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
 from covey.train.loop import train, train_step

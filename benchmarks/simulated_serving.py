@@ -72,9 +72,9 @@ class Servers:
     def __init__(self, model: str, processes: Sequence[subprocess.Popen[str]], addresses: Sequence[str]) -> None:
         import torch
 
-        from covey.experiment.external_sampler import build_generator
         from covey.llm.model.loading import load_model
         from covey.llm.policy import LanguagePolicy
+        from covey.llm.remote.generator import build_generator
 
         self.processes = processes
         self.policy = LanguagePolicy(

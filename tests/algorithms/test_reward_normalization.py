@@ -17,7 +17,7 @@ from covey.config.recipe import config_from_dict
 from covey.config.rules import DIVIDES_BY_GROUP_STD, validate
 from covey.core import baselines
 from covey.data import Group, Rollout, Start, collate
-from covey.experiment.llm_components import build_llm_algorithm
+from covey.experiment.llm import build_llm_algorithm
 from covey.experiment.problem import build_problem
 from covey.llm.grader import build_grader
 from covey.train.prepare import has_signal

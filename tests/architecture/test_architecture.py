@@ -23,8 +23,8 @@ MOST_TESTS_FOR_NONE = 6  # in all of train/: an optional component is an object,
 LIGHT_MODULES = ["covey.config", "covey.cli.main", "covey.watch.command", "covey.watch.index"]
 HEAVY_PACKAGES = {"torch", "transformers", "gymnasium", "matplotlib"}
 OPENED_PLAINLY = (
-    "experiment/model_card.py: card.read_text(",  # the card of the model that the user names
-    "experiment/reward_data.py: open(self.path",  # of the pairs that this process writes
+    "experiment/export.py: card.read_text(",  # the card of the model that the user names
+    "experiment/reward_models.py: open(self.path",  # of the pairs that this process writes
     "experiment/reward_models.py: open(name",  # a data file that the user names
     "tracking/diagnosis/diagnosis.py: Path(__file__)",
     "tracking/metrics.py: Path(__file__)",

@@ -73,7 +73,7 @@ class Build(types.ModuleType):
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     fake = Build()
     monkeypatch.setitem(sys.modules, "covey.experiment.run", fake)
-    for name in ("llm", "inference"):
+    for name in ("llm", "evaluation"):
         monkeypatch.setitem(sys.modules, f"covey.experiment.{name}", fake)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_recipe.toml").write_text(RECIPE)

@@ -21,9 +21,9 @@ from covey.config import (
 from covey.config.common import importance_cap
 from covey.config.recipe import read_recipe
 from covey.config.rules import validate
-from covey.experiment.build import build_algorithm, build_replay
-from covey.experiment.llm_components import build_llm_algorithm
-from covey.train.replay import NoReplay, RecentGroups
+from covey.experiment.algorithm import build_algorithm
+from covey.experiment.llm import build_llm_algorithm
+from covey.train.replay import NoReplay, RecentGroups, build_replay
 
 ON = ReplayConfig(groups=4)
 LANGUAGE = RunConfig(task=ArithmeticConfig(), replay=ON)

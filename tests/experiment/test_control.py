@@ -22,7 +22,7 @@ from covey.config.recipe import write_config
 from covey.control import rollout_buffer
 from covey.control.policy import load_policy
 from covey.core import kl
-from covey.experiment.build import build_algorithm
+from covey.experiment.algorithm import build_algorithm
 from covey.experiment.control import ControlBuilder, evaluate_run
 from covey.tracking.run_store import read_metrics
 from helpers import counting_environment, toy_envs

@@ -26,8 +26,8 @@ from covey.config.conversation import with_conversation
 from covey.config.rules import validate_sft
 from covey.config.sft import SFTConfig
 from covey.data import Start
-from covey.experiment.conversations import build_rollout_kind
 from covey.experiment.llm import LLMBuilder
+from covey.experiment.problem import build_rollout_kind
 from covey.experiment.run import check, run
 from covey.experiment.sft import read_data
 from covey.llm.generation.local_generator import LocalGenerator

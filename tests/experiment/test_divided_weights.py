@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from covey.config import ConfigError, LoRAConfig, RunConfig
-from covey.experiment.adaptation import adapt
-from covey.experiment.divided_weights import check_same_weights
+from covey.experiment.models import adapt, check_same_weights
 from covey.llm.model.lora import BASE_FILE, base_of
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.distributed import Alone, ShardedTeam

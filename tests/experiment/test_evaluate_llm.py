@@ -9,11 +9,13 @@ import pytest
 
 from covey.config import EvaluationConfig
 from covey.data import Start
-from covey.experiment.evaluate_llm import HeldOut
+from covey.experiment.evaluation import HeldOut
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from covey.runtime.distributed import ALONE
+from covey.runtime.sharding import WHOLE
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -36,6 +38,8 @@ def test_weights_are_measured_once_and_new_ones_again():
         sampler,
         SimpleNamespace(progress=lambda label, total: nullcontext(lambda count: None)),
         SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),
+        ALONE,
+        WHOLE,
     )
     assert held_out.due(3) == {}
     assert held_out.due(4) == {"eval/score": 1.0}

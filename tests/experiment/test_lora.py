@@ -29,8 +29,8 @@ from covey import (
 )
 from covey.cli.main import main
 from covey.config import CheckpointConfig, CriticConfig, LoRAConfig
-from covey.experiment.adaptation import check_first_adapter
 from covey.experiment.llm import LLMBuilder
+from covey.experiment.models import check_first_adapter
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_store import read_metrics
 from helpers.tiny_models import tiny_folder, tiny_model

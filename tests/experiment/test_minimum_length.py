@@ -8,10 +8,10 @@ import torch
 
 from covey.config import ArithmeticConfig, LoRAConfig, RunConfig, SamplingConfig
 from covey.data import Start, collate
-from covey.experiment.adaptation import adapt
-from covey.experiment.llm import build_machine, load_policy
+from covey.experiment.models import adapt, load_policy
 from covey.llm.model.logprobs import MinimumLength
 from covey.llm.sampler import greedy
+from covey.runtime.device import build_machine
 from helpers.tiny_models import tiny_folder
 
 

@@ -19,7 +19,7 @@ from covey.cli.main import main
 from covey.core import schedules
 from covey.core.policy_losses import Surrogate
 from covey.data import Batch
-from covey.experiment.own_algorithm import check_own
+from covey.experiment.algorithm import check_own
 from covey.llm.tasks import Arithmetic
 from covey.tracking.metrics import is_reproducible
 from covey.tracking.run_overview import overview

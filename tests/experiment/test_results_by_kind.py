@@ -3,7 +3,7 @@
 import pytest
 
 from covey.data import EndReason, Group, Rollout, Start
-from covey.experiment.evaluate_llm import by_kind
+from covey.experiment.evaluation import by_kind
 from covey.tracking.console import by_kind_tables
 from covey.tracking.score_kinds import SCORE_KINDS
 

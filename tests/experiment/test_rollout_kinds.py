@@ -12,8 +12,7 @@ import torch
 
 from covey.config import ALGORITHM_NAMES, ConfigError, ControlConfig, ControlLossConfig, RolloutsConfig
 from covey.config.recipe import describe_fields
-from covey.experiment.control import CREDITS, ControlBuilder
-from covey.experiment.rollout_kinds import ROLLOUT_KINDS
+from covey.experiment.control import CREDITS, ROLLOUT_KINDS, ControlBuilder
 from covey.tracking.run_store import read_metrics
 from helpers import toy_envs
 

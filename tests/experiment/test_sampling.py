@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from covey.config import ArithmeticConfig, ConfigError, ConversationConfig, RewardConfig, RunConfig, SamplingConfig
-from covey.experiment import inference
-from covey.experiment.inference import sample_groups
+from covey.experiment import evaluation
+from covey.experiment.evaluation import sample_groups
 from helpers import guessing
 from helpers.tiny_models import tiny_folder
 
@@ -54,7 +54,7 @@ def test_a_held_out_problem_is_graded(config: RunConfig) -> None:
 def test_a_prompt_that_is_too_long_is_refused_before_the_model_is_loaded(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference, "load_policy", None)  # would fail
+    monkeypatch.setattr(evaluation, "load_policy", None)  # would fail
     for prompt, problem in (("1+2" * 80, 0), (None, 1)):
         limit = 250 if prompt is None else 60
         steady = replace(config.conversation, environment=f"{guessing.__file__}:Steady", total_tokens=limit)

@@ -29,12 +29,12 @@ main()
 MOMENTS = {
     "reading the recipe": Interrupt("covey.cli.main", "read_recipe"),
     "opening the experiment": Interrupt("covey.experiment.run", "open_builder"),
-    "compiling": Interrupt("covey.experiment.llm", "find_kernels"),
-    "loading the model": Interrupt("covey.experiment.llm", "load_model"),
-    "the first evaluation": Interrupt("covey.experiment.evaluate_llm", "HeldOut._measure"),
+    "compiling": Interrupt("covey.experiment.models", "find_kernels"),
+    "loading the model": Interrupt("covey.experiment.models", "load_model"),
+    "the first evaluation": Interrupt("covey.experiment.evaluation", "HeldOut._measure"),
     "the first step": Interrupt("covey.train.loop", "collect", times=2),  # there the first only asks
     "saving the model": Interrupt("covey.experiment.job", "write_folders"),
-    "the curve": Interrupt("covey.experiment.build", "draw_curve"),
+    "the curve": Interrupt("covey.experiment.job", "draw_curve"),
 }
 BEGUN = ("saving the model", "the curve")
 

@@ -24,8 +24,8 @@ import safetensors.torch
 import torch
 
 import covey.experiment.control
+import covey.experiment.job
 import covey.experiment.llm
-import covey.experiment.outcome
 import covey.experiment.run
 from covey.cli.main import main
 from covey.config.files import machine_error
@@ -161,8 +161,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "a step": (RunStore, "record", 3),
     "the beginning of a checkpoint": (CheckpointFolder, "_save", 2),
     "the end of a checkpoint": (CheckpointFolder, "_publish", 2),
-    "the model": (covey.experiment.run, "write_folders", 1),
-    "the curve": (covey.experiment.outcome, "draw_curve", 1),
+    "the model": (covey.experiment.job, "write_folders", 1),
+    "the curve": (covey.experiment.job, "draw_curve", 1),
 }
 USUAL = ("a step", "the beginning of a checkpoint")  # the others are slow tests
 at_every_moment = pytest.mark.parametrize(

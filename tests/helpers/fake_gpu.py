@@ -116,9 +116,10 @@ def send(module: nn.Module, device: torch.device) -> nn.Module:
 def main() -> int:
     torch.inference_mode = torch.no_grad  # before covey is imported: tensors of that mode cannot be wrapped
     from covey.cli.main import main as covey
-    from covey.experiment import llm, plan
+    from covey.experiment import plan
+    from covey.runtime import device
 
-    llm.choose_device = plan.choose_device = lambda name: GPU
+    device.choose_device = plan.choose_device = lambda name: GPU
     nn.Module.to = lambda module, device: send(module, device)
     with Computing(), Sending():
         return covey(sys.argv[1:])

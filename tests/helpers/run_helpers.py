@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload(
         "covey.experiment.llm",
         "covey.experiment.control",
         "covey.experiment.reward_models",
-        "covey.experiment.serve",
+        "covey.llm.remote.server",
     ]
 )
 OF_ITS_OWN = {"metrics.jsonl", "config.toml", "origin.json", "summary.json", "curve.png", "covey.lock"}  # of a run

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from covey.config import CriticConfig, LoRAConfig, ReferenceConfig, RunConfig
 from covey.data import Team
-from covey.experiment.adaptation import adapt
-from covey.experiment.divided_weights import Models, divide
+from covey.experiment.models import Models, adapt, divide
 from covey.llm.model.lora import adapted_layers, all_factors, merged_weight
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.remote.weights import gathered

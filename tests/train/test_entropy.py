@@ -20,7 +20,7 @@ from covey.config import LossBase
 from covey.core import kl, schedules
 from covey.core.covariance import covariance
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.experiment.build import build_algorithm, build_entropy_control
+from covey.experiment.algorithm import build_algorithm, build_entropy_control
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import fixed_size
 from covey.train.controllers import NO_ENTROPY_CONTROL, Coefficient

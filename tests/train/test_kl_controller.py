@@ -22,8 +22,8 @@ from covey.config.llm import IterationConfig, ReferenceConfig
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.experiment.build import build_algorithm, build_kl_coefficient
-from covey.experiment.llm_components import build_reference_updater
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient
+from covey.experiment.llm import build_reference_updater
 from covey.runtime.ema import EMAWeights
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.sharding import WHOLE

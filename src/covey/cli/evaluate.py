@@ -120,7 +120,7 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     output = user_path(arguments.output, "--output: ") if arguments.output else None
     if output is not None:
         check_new_file(output, "--output")
-    from covey.experiment.inference import evaluate_model
+    from covey.experiment.evaluation import evaluate_model
     from covey.llm.generation.token_sampling import Truncation
 
     result = evaluate_model(config, samples=samples, temperature=temperature, truncation=Truncation(**truncation))

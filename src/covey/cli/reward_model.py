@@ -94,9 +94,9 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
     words = [word for name, text in texts.items() if text and name != "data" for word in (option_of(name), text)]
     if arguments.resume:
         run_dir = resumed_run(arguments.resume, arguments.data, *words)
-        from covey.experiment.reward_models import resume_reward_model
+        from covey.experiment.reward_models import RewardModelBuilder
 
-        return EXIT_CODE if resume_reward_model(run_dir) is None else None
+        return EXIT_CODE if RewardModelBuilder.resume(run_dir) is None else None
     if not arguments.data:
         raise ConfigError(f"name the data, such as: {command('reward-model', 'train', 'pairs.jsonl')}")
     config = _config(arguments)
@@ -152,7 +152,7 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
         locate_model(arguments.completer)
     if isinstance(config.task, DatasetConfig):
         read_data(config.task)  # before torch is loaded
-    from covey.experiment.reward_data import LabelOptions, label_completions
+    from covey.experiment.reward_models import LabelOptions, label_completions
 
     options = LabelOptions(**counts, data=arguments.data, estimate=arguments.estimate, completer=arguments.completer)
     found = label_completions(config, options, output)

@@ -75,7 +75,7 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         _answers(arguments, config, truncation)
         return
     validate(config, own_task=True)
-    from covey.experiment.inference import sample_groups
+    from covey.experiment.evaluation import sample_groups
     from covey.llm.generation.token_sampling import Truncation
 
     sampled = sample_groups(
@@ -168,7 +168,7 @@ def _config_of(arguments: argparse.Namespace, run: RunConfig | None, environment
 
 def _answers(arguments: argparse.Namespace, config: RunConfig, truncation: dict[str, Any]) -> None:
     """Print single answers to a prompt."""
-    from covey.experiment.inference import sample_model
+    from covey.experiment.evaluation import sample_model
     from covey.llm.generation.token_sampling import Truncation
     from covey.tracking.console import printable
 

@@ -48,7 +48,7 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         module, _, serve = launcher.partition(":")
         getattr(importlib.import_module(module), serve)(options, VllmOptions(**given))
     else:
-        from covey.experiment.serve import serve_model
+        from covey.llm.remote.server import serve_model
 
         serve_model(options)
 

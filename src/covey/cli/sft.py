@@ -47,9 +47,9 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     """`covey sft`; returns the exit code of a stopped training, which has printed how to continue."""
     if arguments.resume:
         run_dir = resumed_run(arguments.resume, arguments.recipe, *fields)
-        from covey.experiment.sft import resume_sft
+        from covey.experiment.sft import SFTBuilder
 
-        return EXIT_CODE if resume_sft(run_dir) is None else None
+        return EXIT_CODE if SFTBuilder.resume(run_dir) is None else None
     if not arguments.recipe:
         raise ConfigError(f"name a recipe, such as: {command('sft', 'my.toml')}")
     config = read_sft_recipe(arguments.recipe, fields)

@@ -28,26 +28,17 @@ from covey.config.fields import command, plural
 from covey.config.files import faults_of, user_path
 from covey.config.recipe import config_from_dict, read_tables
 from covey.control.action_spaces import Continuous
+from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
 from covey.control.envs.render import can_draw, render_episode
-from covey.control.envs.vector_env import Environments, check_environment, make_environments
+from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
 from covey.control.nets.mlp import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes, refuse_failures
-from covey.control.sampler import ControlSampler
+from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
 from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
-from covey.experiment.build import (
-    Evaluation,
-    Experiment,
-    PolicyBuilder,
-    build_algorithm,
-    build_checkpoints,
-    build_kl_coefficient,
-    build_learners,
-    build_replay,
-)
-from covey.experiment.own_algorithm import check_own
-from covey.experiment.rollout_kinds import ROLLOUT_KINDS
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
+from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
 from covey.runtime.sharding import WHOLE
@@ -57,6 +48,7 @@ from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
 from covey.tracking.score_kinds import RETURN
 from covey.train.collect import fixed_size
 from covey.train.prepare import NO_REFERENCE
+from covey.train.replay import build_replay
 from covey.train.state import Components, LoopConfig
 
 EVALUATED_AT_ONCE = 100  # maximal number of copies of the environment in an evaluation
@@ -76,8 +68,8 @@ REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_
 }
 
 
-class ControlBuilder(PolicyBuilder):
-    """Builder of a run on a Gymnasium environment; implements `covey.experiment.build.ExperimentBuilder`."""
+class ControlBuilder(ExperimentBuilder):
+    """Builder of a run on a Gymnasium environment."""
 
     name = "control"
     score_kind = "return"
@@ -93,7 +85,7 @@ class ControlBuilder(PolicyBuilder):
         set_threads(config.threads)
         self.config = config
         kind = ROLLOUT_KINDS[config.rollouts.kind]
-        self.notes = check_environment(config.environment)  # for the user, before the run
+        self.found = check_environment(config.environment)  # for the user, before the run
         self.longest_rollout = kind.longest(config)
         if config.algorithm == "dr_grpo" and self.longest_rollout is None:
             raise ConfigError(
@@ -103,7 +95,7 @@ class ControlBuilder(PolicyBuilder):
         self.algorithm = check_own(algorithm, config) if algorithm is not None else self._preset()
         self.rollouts = kind(config)
         self.environments = self.rollouts.environments
-        self.notes += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)
+        self.found += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)
         self._evaluation: Environments | None = None
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
@@ -344,3 +336,116 @@ def evaluate_run(
             render_episode(environment_config, policy.greedy_action, seeds[0], path)
         result["picture"] = str(path)
     return result
+
+
+class EpisodeRollouts:
+    """Whole episodes from each start; base class of the other kinds.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ConfigError: if the environments cannot be made.
+    """
+
+    def __init__(self, config: ControlConfig) -> None:
+        self.config = config
+        branches = config.rollouts.kind == "branches"
+        self.environments = make_environments(config.environment, config.rollouts.copies, copies_states=branches)
+
+    @staticmethod
+    def longest(config: ControlConfig) -> int | None:
+        """Largest number of decisions in a rollout; None if there is no limit."""
+        return longest_episode(config.environment)
+
+    @property
+    def starts_per_step(self) -> int:
+        return self.config.rollouts.starts_per_step
+
+    @property
+    def group_size(self) -> int:
+        return self.config.rollouts.group_size
+
+    def describe(self) -> str:
+        """The rollouts of a step, such as "4 starts x 8 episodes"."""
+        return f"{plural(self.starts_per_step, 'start')} x {plural(self.group_size, 'episode')}"
+
+    def sampler(self, policy: ControlPolicy, reward_scale: RewardScale) -> ControlSampler:
+        """The sampler of the run."""
+        config = self.config
+        return EpisodeSampler(policy, self.environments, config.seed, reward_scale, config.discount)
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self.environments.close()
+
+
+class BranchRollouts(EpisodeRollouts):
+    """Rollouts that branch from one state of an episode; the episodes have their own environments.
+
+    Raises:
+        ConfigError: if the state of the environment cannot be copied.
+    """
+
+    def __init__(self, config: ControlConfig) -> None:
+        super().__init__(config)
+        self.trunks = make_environments(config.environment, config.rollouts.starts_per_step, copies_states=True)
+        refuse_uncopyable(self.trunks)
+
+    @staticmethod
+    def longest(config: ControlConfig) -> int | None:
+        return config.branch_decisions
+
+    def describe(self) -> str:
+        return f"{plural(self.starts_per_step, 'start')} x {self.group_size:,} branches"
+
+    def sampler(self, policy: ControlPolicy, reward_scale: RewardScale) -> ControlSampler:
+        config = self.config
+        return BranchSampler(
+            policy,
+            self.environments,
+            config.seed,
+            reward_scale,
+            config.discount,
+            trunks=self.trunks,
+            horizon=config.rollouts.horizon,
+            decisions=config.branch_decisions,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.trunks.close()
+
+
+class FragmentRollouts(EpisodeRollouts):
+    """Fragments of a fixed number of steps; each copy of the environment is one start with one rollout."""
+
+    @property
+    def starts_per_step(self) -> int:
+        return self.environments.count
+
+    @property
+    def group_size(self) -> int:
+        return 1
+
+    def describe(self) -> str:
+        steps = self.config.rollouts.fragment_steps
+        return f"{plural(self.environments.count, 'environment')} x {plural(steps, 'step')}"
+
+    def sampler(self, policy: ControlPolicy, reward_scale: RewardScale) -> ControlSampler:
+        config = self.config
+        return FragmentSampler(
+            policy,
+            self.environments,
+            config.seed,
+            reward_scale,
+            config.discount,
+            steps=config.rollouts.fragment_steps,
+        )
+
+
+ROLLOUT_KINDS: dict[str, type[EpisodeRollouts]] = {
+    "episodes": EpisodeRollouts,
+    "branches": BranchRollouts,
+    "fragments": FragmentRollouts,
+}

@@ -1,7 +1,7 @@
 """The life of a training in its run folder: of a policy, of `covey sft` and of `covey reward-model train`.
 
 A `Job` begins the folder or resumes it, refuses changed inputs, trains until an end, a stop or a fault, and leaves the
-result with the advice for the user. What is trained comes from a builder (`covey.experiment.build.ExperimentBuilder`).
+result with the advice for the user. What is trained comes from an `ExperimentBuilder`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
-from covey.config import ConfigError, MachineError, RunError, SamplerLost
+from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
 from covey.config.fields import command
 from covey.config.files import faults_of, machine_error
 from covey.config.recipe import config_to_dict, write_config
-from covey.data import Observer, Team
+from covey.data import Observer, StepRecord, Team
 from covey.experiment import advice
-from covey.experiment.advice import Config, Launch
-from covey.experiment.build import Experiment, ExperimentBuilder
-from covey.experiment.observers import OwnObservers
-from covey.experiment.outcome import leave_stopped, summarise
+from covey.experiment.advice import Config, Finished, Launch
 from covey.experiment.resuming import (
     Origin,
     keep_best,
@@ -32,19 +30,137 @@ from covey.experiment.resuming import (
     refuse_changed_inputs,
     restore_checkpoint,
 )
-from covey.runtime.device import differences
-from covey.runtime.distributed import asked_any, exchange_json
+from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
+from covey.runtime.device import differences, peak_memory_bytes
+from covey.runtime.distributed import ALONE, asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
 from covey.tracking.console import Display
-from covey.tracking.diagnosis import Diagnosis
+from covey.tracking.curve import draw_curve
+from covey.tracking.diagnosis import Diagnosis, brief, diagnose
+from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output, plain_console
 from covey.tracking.repeated_steps import RepeatedSteps
 from covey.tracking.run_folder import ORIGIN_FILE, holds_run, resuming_command, write_atomically, write_folders
 from covey.tracking.run_result import RunResult
-from covey.tracking.run_store import CONFIG_FILE, RunStore
+from covey.tracking.run_store import CHECKPOINTS_FOLDER, CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
 from covey.tracking.trackers import Trackers, open_trackers
-from covey.train.state import Progress
+from covey.tracking.wording import Wording, find_wording
+from covey.train.loop import train
+from covey.train.state import Components, Limits, Progress
+from covey.train.supervised import SupervisedRun
+
+Evaluation = dict[str, Any]
+
+Observers = Observer | Sequence[Observer]
+# A function with TRL's signature, a built-in reward's name, file.py:function, or a RewardConfig.
+Reward = Callable[..., Any] | RewardConfig | str
+
+
+class Loop(Protocol):
+    """A loop of a training, such as `covey.train.loop.train`."""
+
+    def __call__(self, run: Any, limits: Any, progress: Progress, /, *, should_stop: Callable[[], bool]) -> None:
+        """Train until the end or `should_stop()`."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The components of a run, ready for training."""
+
+    parts: Components | SupervisedRun
+    settings: Limits
+    measure: Callable[[str], list[Evaluation]]  # evaluation on held-out data; the label is for the display
+    # Collects the trained weights of all ranks; returns a function that writes them into the run folder.
+    collect: Callable[[], Callable[[Path], None]]
+    machine: dict[str, Any]  # hardware and versions that affect the bits of a result
+    facts: Callable[[], dict[str, Any]]  # additional keys of summary.json for this kind of run
+    loop: Loop = train
+
+
+class ExperimentBuilder:
+    """Builds the experiment of one kind of training, and knows how it differs from the others.
+
+    The defaults are for a policy (`LLMBuilder`, `ControlBuilder`); a training on examples is a `SupervisedBuilder`.
+    """
+
+    name = "language"  # or "control"
+    config: Any  # of the run, as written to its folder
+    algorithm: Any  # of a policy
+    found: Sequence[str] = ()  # what the user should know of the data or the environments
+    has_rollouts = True  # its steps record rollouts
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Notes for the user before the run, one line each."""
+        return self.found
+
+    @property
+    def score_kind(self) -> str:
+        """Kind of the evaluations' scores: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
+        raise NotImplementedError
+
+    @property
+    def score_name(self) -> str:
+        """The score whose best value is kept, in words."""
+        return self.score_kind
+
+    @property
+    def algorithm_name(self) -> str:
+        """As in the summary."""
+        return str(self.algorithm.name)
+
+    @property
+    def wording(self) -> Wording:
+        """The texts of the display."""
+        return find_wording({"domain": self.name, "score_kind": self.score_kind})
+
+    @property
+    def show_rollouts_every(self) -> int:
+        """Steps between printed rollouts; 0: never."""
+        return int(self.config.show_rollouts_every)
+
+    @property
+    def saves_if_stopped(self) -> bool:
+        """True if a run that is stopped writes its weights."""
+        return bool(self.config.checkpoint.model_if_stopped)
+
+    def describe(self) -> str:
+        """A short description of the run."""
+        raise NotImplementedError
+
+    def build(self, store: RunStore, display: Display) -> Experiment:
+        """Load models or create environments, and build the components."""
+        raise NotImplementedError
+
+    def tracked(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """The metrics of an evaluation before or after training."""
+        return {"eval/score": evaluations[0]["score"]}
+
+    def results(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> dict[str, Any]:
+        """The keys of the summary that have the evaluations; `after` is empty for a stopped run."""
+        evaluations = [{key: one[key] for key in ("max_new_tokens",) if key in one} | {"before": one} for one in before]
+        for evaluation, measured in zip(evaluations, after, strict=False):
+            evaluation["after"] = measured
+        return {"evaluations": evaluations}
+
+    def draw(self, store: RunStore) -> None:
+        """Draw the pictures of a run that has ended or was stopped."""
+        with faults_of(store.run_dir / CURVE_FILE):
+            draw_curve(store.run_dir)
+            if isinstance(self.config, RunConfig) and self.config.iteration.steps:
+                draw_iterations(store.run_dir)
+
+    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
+        """Show the result of a finished run, with advice."""
+        display.show_summary(summary, advice.after_training(run, summary))
+
+    def drawable(self) -> bool:
+        """True if an episode can be rendered here."""
+        return False
+
+    def close(self) -> None:
+        """End the processes that the builder started."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +168,42 @@ class Job:
     """One training in its run folder.
 
     Args:
-        builder: builds what is trained.
         store: the run folder.
         launch: the command or call that began the run.
-        inputs: name -> checksum of the files that it reads.
-        observers: of the user's own.
+        config: of the run.
         origin: the record of the run's beginning; None: it begins now, or the record is lost.
         notes: for the user, before the training.
         resuming: the folder has a run already.
     """
 
-    builder: ExperimentBuilder
     store: RunStore
     launch: Launch
-    inputs: dict[str, str]
-    observers: Sequence[Observer] = ()
+    config: Config
     origin: Origin | None = None
     notes: Sequence[str] = ()
     resuming: bool = False
 
-    def run(self) -> RunResult | None:
+    def refuse_changed(self, inputs: dict[str, str]) -> None:
+        """Refuse files that have changed since the run began.
+
+        Raises:
+            ConfigError: with the first one.
+        """
+        refuse_changed_inputs(self.origin, inputs, self.config, self.store.shared_dir)
+
+    def run(
+        self, builder: ExperimentBuilder, inputs: dict[str, str], observers: Sequence[Observer] = ()
+    ) -> RunResult | None:
         """Train to the end; None if the training was stopped.
+
+        Args:
+            builder: builds what is trained.
+            inputs: name -> checksum of the files that it reads.
+            observers: of the user's own.
 
         Raises:
             RunError: if training cannot continue, or an observer raised an exception.
         """
-        builder = self.builder
         config = builder.config
         display = Display(
             config.steps,
@@ -93,24 +219,31 @@ class Job:
         set_last_words(lambda: f"interrupted. {self._how_to_continue()}")
         try:
             with outlasting_output(), _trackers(config, self.store, self.launch, display) as trackers:
-                return self._train(display, trackers)
+                return self._train(builder, inputs, OwnObservers(observers), display, trackers)
         except SamplerLost as error:
             raise RunError(f"{error}. {self._how_to_continue()}") from error
         except KeyboardInterrupt:
             say_last_words()
             raise
 
-    def _train(self, display: Display, trackers: Trackers) -> RunResult | None:
-        store, builder = self.store, self.builder
+    def _train(
+        self,
+        builder: ExperimentBuilder,
+        inputs: dict[str, str],
+        own: OwnObservers,
+        display: Display,
+        trackers: Trackers,
+    ) -> RunResult | None:
+        store = self.store
         experiment = builder.build(store, display)
-        parts, settings, own = experiment.parts, experiment.settings, OwnObservers(self.observers)
+        parts, settings = experiment.parts, experiment.settings
         parts = replace(parts, observers=(*parts.observers, trackers))
         if not parts.team.rank:
             parts = replace(parts, observers=(*parts.observers, own))
         with display:
             progress, team = Progress(), parts.team
             parts.begin_at(progress)
-            origin = self.origin or self._begin(experiment)
+            origin = self.origin or self._begin(experiment, inputs)
             if self.resuming:
                 for line in differences(origin["environment"], experiment.machine):
                     display.note(f"resuming in a different environment, so results may not be bitwise equal: {line}")
@@ -152,21 +285,21 @@ class Job:
         exchange_json(team, summary)
         trackers.finish(summary, last)
         builder.draw(store)
-        finished = advice.Finished(self.launch, builder.config, str(store.run_dir), builder.drawable(), ended_early)
+        finished = Finished(self.launch, builder.config, str(store.run_dir), builder.drawable(), ended_early)
         builder.show(display, summary, finished)
         return summary
 
-    def _begin(self, experiment: Experiment) -> Origin:
+    def _begin(self, experiment: Experiment, inputs: dict[str, str]) -> Origin:
         """Record the beginning of a run; the weights are the initial ones."""
         before = experiment.measure("before")
-        origin = new_origin(self.launch, self.builder.config, self.inputs, experiment.machine, before)
+        origin = new_origin(self.launch, self.config, inputs, experiment.machine, before)
         write_atomically(self.store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         return origin
 
     def _how_to_continue(self) -> str:
         if holds_run(self.store.run_dir):
             return f"Go on with: {advice.go_on(self.launch, self.store.run_dir)}"
-        return f"Start again with: {advice.start(self.launch, self.builder.config, {}, keep_folder=True)}"
+        return f"Start again with: {advice.start(self.launch, self.config, {}, keep_folder=True)}"
 
 
 def _trackers(config: Config, store: RunStore, launch: Launch, display: Display) -> Trackers:
@@ -193,12 +326,12 @@ def open_store(team: Team, run_dir: str | Path | Callable[[], Path], *, resume: 
 
 
 @contextmanager
-def begun(team: Team, run_dir: str | Path | Callable[[], Path], config: Config, launch: Launch) -> Iterator[RunStore]:
-    """Context manager: the new folder of a run, with its config."""
+def begun(team: Team, run_dir: str | Path | Callable[[], Path], config: Config, launch: Launch) -> Iterator[Job]:
+    """Context manager: the training of a new run folder, in which its config is written."""
     with open_store(team, run_dir) as store, faults_of_run(store, launch, config):
         with faults_of(store.run_dir / CONFIG_FILE):
             write_config(replace(config, run_dir=str(store.run_dir)), store.run_dir / CONFIG_FILE)
-        yield store
+        yield Job(store, launch, config)
 
 
 @contextmanager
@@ -230,28 +363,9 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
         raise MachineError(f"{fault}; then {then}") from error
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A run that is resumed, as its folder records it."""
-
-    store: RunStore
-    launch: Launch
-    origin: Origin | None  # None: lost
-    config: Config
-    notes: Sequence[str]  # for the user
-
-    def refuse_changed(self, inputs: dict[str, str]) -> None:
-        """Refuse files that have changed since the run began.
-
-        Raises:
-            ConfigError: with the first one.
-        """
-        refuse_changed_inputs(self.origin, inputs, self.config, self.store.shared_dir)
-
-
 @contextmanager
-def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Resumed]:
-    """Context manager: the folder of a run that is resumed.
+def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Job]:
+    """Context manager: the training of a run folder that is resumed.
 
     Args:
         team: the ranks.
@@ -270,4 +384,125 @@ def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Resumed]:
                 raise ConfigError(
                     f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
                 )
-            yield Resumed(store, launch, origin, config, notes)
+            yield Job(store, launch, config, origin, notes, resuming=True)
+
+
+def build_checkpoints(
+    store: RunStore, keep: int, team: Team = ALONE, *, best: bool = False, in_parts: bool = False
+) -> CheckpointFolder:
+    """The checkpoints of a run folder, which rank 0 writes; with `in_parts`, ranks that have some rows of the trained
+    weights each write theirs. Records of earlier steps are flushed to the disk before.
+    """
+    path = store.shared_dir / CHECKPOINTS_FOLDER
+    if in_parts:
+        kind: type[CheckpointFolder] = PartOfCheckpoints if team.rank else CheckpointFolder
+        return kind(path, keep, before_save=store.sync, team=team, keep_best=best)
+    return (ReadCheckpoints if team.rank else CheckpointFolder)(path, keep, before_save=store.sync, keep_best=best)
+
+
+def summarise(
+    builder: ExperimentBuilder,
+    store: RunStore,
+    progress: Progress,
+    origin: Origin,
+    after: Sequence[Evaluation] = (),
+) -> dict[str, Any]:
+    """The summary of a run; without `after`, that of a run so far, whose evaluations have no "after"."""
+    steps = read_metrics(store.run_dir)
+    before: list[Evaluation] = origin["before"]
+    results = builder.results(before, after)
+    sampled = {"decisions_sampled": progress.decisions} if builder.has_rollouts else {}
+    best = {"best": {"step": progress.best_step, "score": progress.best_score}} if progress.best_step else {}
+    return {
+        "domain": builder.name,
+        "score_kind": builder.score_kind,
+        "run_dir": str(store.run_dir),
+        "recipe": origin["recipe"],
+        "algorithm": builder.algorithm_name,
+        "seed": builder.config.seed,
+        "steps": progress.step,
+        "seconds": sum(step.get("time/step", 0.0) for step in steps)
+        + sum(result["seconds"] for result in (*before, *after)),
+        **sampled,
+        "peak_memory_bytes": max([peak_memory_bytes(), *(int(step.get("memory/peak_bytes", 0)) for step in steps)]),
+        "machine": origin["environment"],
+        **results,
+        "findings": brief(diagnose(steps, config_to_dict(builder.config), results["evaluations"])),
+        **best,
+    }
+
+
+def leave_stopped(
+    builder: ExperimentBuilder, experiment: Experiment, store: RunStore, progress: Progress, origin: Origin
+) -> None:
+    """Write what a run leaves that was stopped after a step: stopped.json, on request its weights, and its picture.
+
+    Every rank calls it. A resumed run removes or replaces these files.
+    """
+    saves = [experiment.collect()] if builder.saves_if_stopped else []
+    if experiment.parts.team.rank or store.finished():
+        return
+    state = {"state": "stopped", "step": progress.step}
+    store.write_stopped(state | summarise(builder, store, progress, origin) | experiment.facts())
+    for save in saves:
+        write_folders(store.run_dir, save)
+    builder.draw(store)
+
+
+def check_observers(observers: Observers) -> tuple[Observer, ...]:
+    """One observer or several as a tuple.
+
+    Raises:
+        ConfigError: for an object without the method `record`.
+    """
+    listed = (observers,) if hasattr(observers, "record") or not isinstance(observers, Sequence) else tuple(observers)
+    for one in listed:
+        if isinstance(one, type) or not callable(getattr(one, "record", None)):
+            kind = f"the class {one.__name__}" if isinstance(one, type) else f"of type {type(one).__name__}"
+            raise ConfigError(
+                f"observers: one is {kind}: give objects with the method record(step), which gets a covey.StepRecord"
+            )
+    return listed
+
+
+class OwnObservers:
+    """Calls the observers of the user's own after those of covey; implements `covey.data.Observer`.
+
+    The first exception is kept, and the run ends after the step as if it had been stopped: the step is recorded already
+    and a checkpoint follows, so nothing is lost.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._fault: RunError | None = None
+
+    def record(self, step: StepRecord) -> None:
+        """Give the step to each observer."""
+        for observer in self._observers:
+            try:
+                observer.record(step)
+            except Exception as error:
+                name, reason = type(observer).__name__, " ".join(str(error).split())
+                self._fault = RunError(
+                    f"the observer {name} raised {type(error).__name__}{f' ({reason:.200})' if reason else ''} in step "
+                    f"{step.step}, which is recorded and saved"
+                )
+                self._fault.__cause__ = error
+                return
+
+    @property
+    def failed(self) -> bool:
+        """True if an observer has raised an exception."""
+        return self._fault is not None
+
+    def raise_fault(self, how_to_continue: str) -> None:
+        """Raise the error of the observer that failed, if one has.
+
+        Args:
+            how_to_continue: the end of the message.
+
+        Raises:
+            RunError: naming the observer; its exception is the cause.
+        """
+        if self._fault is not None:
+            raise RunError(f"{self._fault}. {how_to_continue}") from self._fault.__cause__

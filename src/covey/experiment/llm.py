@@ -3,145 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, KLFromOutput
+from covey.algorithms.advantages import (
+    CreditAssignment,
+    outcome,
+    outcome_of_each_reward,
+    process,
+    process_by_step,
+    process_return_to_go,
+)
 from covey.config import ConfigError, RunConfig
-from covey.config.common import NOT_BY_GROUP
+from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
-from covey.data import Team
-from covey.experiment.adaptation import Adaptation, AllWeights, adapt, check_first_adapter
-from covey.experiment.build import (
-    Experiment,
-    PolicyBuilder,
-    Reward,
-    build_checkpoints,
-    build_kl_coefficient,
-    build_learners,
-    build_replay,
-)
-from covey.experiment.conversations import build_rollout_kind
-from covey.experiment.divided_weights import Models, divide
-from covey.experiment.evaluate_llm import HeldOut
-from covey.experiment.external_sampler import build_generator, describe_sampler
+from covey.core import kl
+from covey.data import ReferenceUpdater, Team
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
+from covey.experiment.evaluation import HeldOut
 from covey.experiment.iteration import build_iterated_reward_model
-from covey.experiment.llm_components import (
-    build_collector,
+from covey.experiment.job import Experiment, ExperimentBuilder, Reward, build_checkpoints
+from covey.experiment.models import (
+    LoadedPolicy,
+    Models,
+    adapt,
     build_critic,
-    build_group_size,
-    build_llm_algorithm,
-    build_recorder,
-    build_reference_updater,
-    build_selection,
+    check_first_adapter,
+    divide,
+    load_policy,
     with_outputs,
 )
-from covey.experiment.problem import Problem, build_problem, fit_prompts
-from covey.llm.generation.backend import find_kernels
-from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.token_sampling import Truncation
+from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
-from covey.llm.model.chat import Chat
-from covey.llm.model.loading import find_chat, load_model, resolve_checkpoint, save_architecture
-from covey.llm.model.logprobs import MinimumLength
-from covey.llm.model.recompute import recompute_layers
-from covey.llm.model.stop_strings import stop_strings
+from covey.llm.model.chat import Chat, TokenTexts
+from covey.llm.model.loading import find_chat, resolve_checkpoint, save_architecture
 from covey.llm.policy import LanguagePolicy
+from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks.prompt_limit import Note
-from covey.runtime.device import (
-    choose_device,
-    choose_precision,
-    environment,
-    keep_freed_memory,
-    limit_kernel_caches,
-    set_threads,
-)
+from covey.runtime.device import build_machine, environment
 from covey.runtime.distributed import ALONE, describe_team
+from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.train.collect import (
+    AdaptiveGroups,
+    Collector,
+    DynamicSampling,
+    FixedGroups,
+    LogGroupSizes,
+    fixed_size,
+    linear_size,
+)
 from covey.train.iterate import iterate
 from covey.train.loop import train
-from covey.train.state import Components, FixedRewards, LoopConfig
+from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
+from covey.train.replay import build_replay
+from covey.train.selection import ByExpectedSignal, FromTheData
+from covey.train.state import Components, FixedRewards, LoopConfig, NeverUpdate
+
+CREDITS: dict[str, CreditAssignment] = {
+    "outcome": outcome,
+    "process": process,
+    "process_by_step": process_by_step,
+    "process_return_to_go": process_return_to_go,
+}
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Device and precision of a run."""
+class LLMBuilder(ExperimentBuilder):
+    """Builder of a run on a language model."""
 
-    device: torch.device
-    dtype: torch.dtype
-
-
-def build_machine(device: str, precision: str, threads: int) -> Machine:
-    """Choose device and precision, and set the number of threads.
-
-    Raises:
-        ConfigError: if the device does not exist.
-    """
-    set_threads(threads)
-    keep_freed_memory()
-    limit_kernel_caches()
-    chosen = choose_device(device)
-    return Machine(chosen, choose_precision(precision, chosen))
-
-
-@dataclass
-class LoadedPolicy:
-    """A policy, its chat template, and a sampler on its weights."""
-
-    policy: LanguagePolicy
-    chat: Chat
-    sampler: LanguageSampler
-    adaptation: Adaptation = field(default_factory=AllWeights)
-
-    def save(self, folder: Path) -> None:
-        """Write model and tokenizer in the format of transformers."""
-        self.policy.save(folder)
-        self.chat.tokenizer.save_pretrained(folder)
-
-
-def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
-    """Load the model of a run.
-
-    Raises:
-        ConfigError: if it cannot be found or loaded.
-    """
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
-        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
-    sampling, chat = config.sampling, loaded.chat.with_config(config.chat)
-    policy = LanguagePolicy(
-        loaded.module,
-        temperature=sampling.temperature,
-        microbatch_tokens=config.update.microbatch_tokens,
-        minimum=MinimumLength(sampling.min_new_tokens, chat.end_ids),
-    )
-    if config.update.recompute:
-        recompute_layers(policy.module)
-    sampler = LanguageSampler(
-        LocalGenerator(policy), chat, config.seed, sampling.max_new_tokens, sampling.temperature,
-        sampling.rows_at_once, stop=stop_strings(chat, sampling.stop),
-        truncation=Truncation(min_new_tokens=sampling.min_new_tokens),
-    )  # fmt: skip
-    return LoadedPolicy(policy, chat, sampler)
-
-
-class LLMBuilder(PolicyBuilder):
-    """Builder of a run on a language model; implements `covey.experiment.build.ExperimentBuilder`."""
-
-    name = "language"
     config: RunConfig
 
     def __init__(
@@ -163,10 +103,10 @@ class LLMBuilder(PolicyBuilder):
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
         self._adapter_notes = check_first_adapter(self.config)
-        self.kind = build_rollout_kind(config, environment)
-        self._open.callback(self.kind.close)
+        kind = build_rollout_kind(self.config, environment)
+        self._open.callback(kind.close)
         try:
-            self.problem = build_problem(config, task, rewards, self.kind)
+            self.problem = build_problem(self.config, task, rewards, kind)
             self._open.callback(lambda: self.problem.grader.close())
             self.algorithm = build_llm_algorithm(config, self.problem.grader.weights, algorithm)
         except BaseException:
@@ -184,9 +124,7 @@ class LLMBuilder(PolicyBuilder):
         """
         if not self._prompts_fit:
             try:
-                self.problem = fit_prompts(
-                    self.problem, self.config, chat, model_config, lambda line: self._note(line), kind=self.kind
-                )
+                self.problem = self.problem.fit(chat, model_config, lambda line: self._note(line))
             except ConfigError:
                 self.close()
                 raise
@@ -200,7 +138,7 @@ class LLMBuilder(PolicyBuilder):
     @property
     def notes(self) -> list[str]:
         of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
-        return [*of_problem, *self._prompt_notes, *self.kind.notes(), *self._adapter_notes]
+        return [*of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -210,19 +148,19 @@ class LLMBuilder(PolicyBuilder):
         return (
             f"{self.algorithm.name} on {config.model}, {plural(config.steps, 'step')} of "
             f"{plural(sampling.prompts_per_step, 'prompt')} x {size}{kind}; "
-            f"{self.chosen.device.type}, "
-            f"{str(self.chosen.dtype).removeprefix('torch.')}{describe_team(self.team)}{describe_sampler(config.sampler)}"
+            f"{self.chosen.describe()}{describe_team(self.team)}{describe_sampler(config.sampler)}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""
-        config = self.config
+        config, sampling, chosen = self.config, self.config.sampling, self.config.selection
         loaded = self._load(store, display)
         self._note = display.note
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
         problem.grader.use_chat(loaded.chat)
         loaded.sampler.ready = problem.grader.start  # groups are graded while others are sampled
-        _note_unused_step_rewards(config, problem, display)
+        if problem.grader.splitter and config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP:
+            display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
         algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
         reference = loaded.adaptation.reference(loaded.policy)
@@ -254,7 +192,7 @@ class LLMBuilder(PolicyBuilder):
             learners=learners,
             kl_coefficient=kl_coefficient,
             reward_model=next(iter(iterated), FixedRewards()),
-            selection=build_selection(config.selection),
+            selection=ByExpectedSignal(**vars(chosen)) if chosen.candidates > 1 else FromTheData(),
             replay=build_replay(config.replay),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
@@ -267,9 +205,22 @@ class LLMBuilder(PolicyBuilder):
             team=self.team,
             weights=sampler_weights,
         )
+        first, last = sampling.group_size, sampling.final_group_size
+        settings = LoopConfig(
+            steps=config.steps,
+            seed=config.seed,
+            starts_per_step=sampling.prompts_per_step,
+            group_size=fixed_size(first) if last is None else linear_size(first, last, config.steps),
+            mask_truncated=config.loss.mask_truncated,
+            checkpoint_every=config.checkpoint.every,
+            iteration_steps=config.iteration.steps or 0,
+            decision_budget=config.token_budget or math.inf,
+            patience=config.evaluation.patience or math.inf,
+            keep_best=config.checkpoint.best,
+        )
         machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
-            parts, _loop_config(config), held_out.measure, lambda: _collect(models, loaded, iterated),
+            parts, settings, held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
 
@@ -277,7 +228,7 @@ class LLMBuilder(PolicyBuilder):
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
         loaded = load_policy(self.config, self.chosen)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
-        loaded.sampler = self.kind.sampler(loaded.sampler)
+        loaded.sampler = self.problem.kind.sampler(loaded.sampler)
         loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
 
         def save(folder: Path) -> None:
@@ -287,9 +238,6 @@ class LLMBuilder(PolicyBuilder):
         write_folders(store.run_dir, save)
         display.note(loaded.policy.backend.describe())
         return loaded
-
-    def drawable(self) -> bool:
-        return False
 
     def close(self) -> None:
         self._open.close()
@@ -306,28 +254,6 @@ def _iterated(
     return (build_iterated_reward_model(config, problem.grader, loaded.sampler, positions, held_out, store, display),)
 
 
-def _note_unused_step_rewards(config: RunConfig, problem: Problem, display: Display) -> None:
-    """Note for the user if there are step rewards and the algorithm compares whole rollouts."""
-    by_outcome = config.loss.credit == "outcome" and config.algorithm not in NOT_BY_GROUP
-    if by_outcome and problem.grader.splitter is not None:
-        display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
-
-
-def _loop_config(config: RunConfig) -> LoopConfig:
-    return LoopConfig(
-        steps=config.steps,
-        seed=config.seed,
-        starts_per_step=config.sampling.prompts_per_step,
-        group_size=build_group_size(config),
-        mask_truncated=config.loss.mask_truncated,
-        checkpoint_every=config.checkpoint.every,
-        iteration_steps=config.iteration.steps or 0,
-        decision_budget=config.token_budget or math.inf,
-        patience=config.evaluation.patience or math.inf,
-        keep_best=config.checkpoint.best,
-    )
-
-
 def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRewardModel]) -> Callable[[Path], None]:
     """Collect the weights of all ranks; returns a function that writes them and the tokenizer into the run folder."""
     collected = [*models.collect(), *loaded.adaptation.folders()]
@@ -340,3 +266,65 @@ def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRe
             trained.save(run_dir / REWARD_MODEL_FOLDER)
 
     return save
+
+
+def build_llm_algorithm(
+    config: RunConfig, reward_weights: Mapping[str, float], own: Algorithm | None = None
+) -> Algorithm:
+    """The algorithm of a run. `reward_weights` has the weight of every reward that the grader calls.
+
+    Raises:
+        ConfigError: if the user's `own` algorithm does not work, or does not fit the config.
+    """
+    loss = config.loss
+    each = loss.normalize_rewards == "each"
+    algorithm = (
+        check_own(own, config, tuple(reward_weights))
+        if own is not None
+        else build_algorithm(
+            config.algorithm,
+            replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
+            max_length=config.rollout_limit,
+            entropy_coefficient=loss.entropy_coefficient,
+            credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
+            gamma=loss.gamma,
+            lam=loss.gae_lambda,
+            whiten=loss.whiten,
+            value_coefficient=loss.value_coefficient,
+            value_clip=loss.value_clip,
+        )
+    )
+    if algorithm.kl.placement.estimator is not kl.exact:
+        return algorithm
+    # The exact KL over a vocabulary is computed in the forward pass: the probabilities of all tokens are never stored.
+    return replace(algorithm, kl=replace(algorithm.kl, placement=KLFromOutput()))
+
+
+def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdater:
+    """In an iterative run, the reference of an iteration is the policy at its beginning."""
+    every = config.reference.refresh_every or config.iteration.steps
+    if not every:
+        return NeverUpdate()
+    reference, leader = models.reference, models.policy
+    return EMAWeights(
+        reference.trained,
+        leader.trained,
+        config.reference.refresh_fraction,
+        every=every,
+        division=reference.weights,
+    )
+
+
+def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: Team) -> Recorder:
+    """Records the tokens of rollouts if the config says so."""
+    texts = TokenTexts(chat.tokenizer)
+    prompts = partial(prompts_read, texts)
+    return TokenRecorder(policy, texts, team, prompts) if config.record.tokens else RolloutRecorder(prompts)
+
+
+def build_collector(config: RunConfig) -> Collector:
+    sampling = config.sampling
+    collector: Collector = DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
+    if sampling.adaptive:
+        collector = AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size or 0)
+    return collector if sampling.final_group_size is None else LogGroupSizes(collector)

@@ -12,13 +12,27 @@ import torch
 
 from covey.config import ConfigError, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.fields import plural
+from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.rules import validate
+from covey.data import Team
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
-from covey.llm.memory.estimate import PROMPT_TOKENS, SAMPLING, UPDATE, MemoryPlan, predict
+from covey.llm.memory.estimate import (
+    PROMPT_TOKENS,
+    SAMPLING,
+    UPDATE,
+    MemoryPlan,
+    critic_weights_of,
+    frozen_parameters,
+    predict,
+    trained_parameters,
+)
+from covey.llm.model.loading import find_model
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
 from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
+from covey.runtime.distributed import exchange_json
+from covey.runtime.optimizer import fits_replicated
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
@@ -91,15 +105,7 @@ def plan_memory(
     place = Place.of(first)
 
     def planned(config: RunConfig) -> MemoryPlan:
-        return predict(
-            size,
-            config,
-            device=place.device,
-            width=place.dtype.itemsize,
-            prompt_tokens=prompt_tokens,
-            reward_model_parameters=count_reward_models(config),
-            processes=process_bytes_of(config),
-        )
+        return plan_of(size, config, place, prompt_tokens)
 
     columns = [Column(name, config, planned(config)) for name, config in configs.items()]
     sampling = first.sampling
@@ -151,12 +157,17 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
     model_config = find_model_config(config.model)
     if model_config is None:
         return None
-    place = Place.of(config)
+    return plan_of(read_dimensions(model_config, config.model), config, Place.of(config))
+
+
+def plan_of(size: Dimensions, config: RunConfig, place: Place, prompt_tokens: int = PROMPT_TOKENS) -> MemoryPlan:
+    """The plan of a run, with its reward models and its other processes."""
     return predict(
-        read_dimensions(model_config, config.model),
+        size,
         config,
         device=place.device,
         width=place.dtype.itemsize,
+        prompt_tokens=prompt_tokens,
         reward_model_parameters=count_reward_models(config),
         processes=process_bytes_of(config),
     )
@@ -303,3 +314,35 @@ def _next_command(model: str, fields: Sequence[str]) -> str:
     path = Path(model)
     folder = str(path.parent) if path.name == "config.json" else model
     return shlex.join(["covey", "train", "arithmetic_grpo", "--model", folder, *fields])
+
+
+def must_shard(config: RunConfig, team: Team) -> bool:
+    """Whether the ranks must divide the weights, because they do not fit on the device of each; the same on all ranks.
+
+    Downloads the model if it is on a hub.
+
+    Raises:
+        ConfigError: if the model is not found.
+    """
+    device = choose_device(config.device)
+    memory = total_memory_bytes(device) if device.type == "cuda" else _share_of_machine()
+    model_config = find_model_config(config.model)
+    if model_config is None:
+        find_model(config.model)
+        model_config = find_model_config(config.model)
+    if model_config is None:
+        raise ConfigError(f"there is no config.json of {config.model}: set cluster.weights")
+    size = read_dimensions(model_config, config.model)
+    trained = trained_parameters(size, config) + critic_weights_of(size, config)
+    frozen = frozen_parameters(size, config) + count_reward_models(config)
+    width = choose_precision(config.precision, device).itemsize
+    shards, eight_bit_moments = team.shards // team.size, config.update.eight_bit_moments
+    fits = memory is None or fits_replicated(
+        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
+    )
+    return any(exchange_json(team, not fits))
+
+
+def _share_of_machine() -> int | None:
+    memory = memory_bytes()
+    return None if memory is None else memory // ranks_of_machine()

@@ -1,30 +1,253 @@
-"""Task, rewards and held-out problems of a run on a language model."""
+"""Rollouts, task, rewards and held-out problems of a run on a language model, tried before the model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.config import ConfigError, RunConfig
+from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
 from covey.config.fields import plural, printable
+from covey.config.files import user_path
+from covey.config.named_modules import search_path
 from covey.config.rules import unpaid_credit
-from covey.data import Start, Task
-from covey.experiment.build import Reward
-from covey.experiment.conversations import COMPLETIONS, RolloutKind, build_rollout_kind
-from covey.llm.grader import RewardGrader, build_grader, check_answers, rows_of_every_kind
-from covey.llm.model.chat import Chat
+from covey.data import Rollout, Start, Task
+from covey.experiment.job import Reward
+from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.processes import EnvironmentProcesses, copied_environment
+from covey.llm.conversation.sampler import ConversationSampler, environment_seed, first_messages, transcript
+from covey.llm.conversation.styles import Style
+from covey.llm.conversation.tools import Tool
+from covey.llm.grader import RewardGrader, build_grader, check_answers, right_rollout, rows_of_every_kind
+from covey.llm.model.chat import Chat, Message
 from covey.llm.model.loading import find_chat
 from covey.llm.rewards.weighted_reward import WeightedReward
-from covey.llm.tasks import PromptDataset, task_of
-from covey.llm.tasks.prompt_limit import FittingTask, Note, refuse_first_starts
+from covey.llm.sampler import LanguageSampler
+from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
+from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
+from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Session
+
+DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
+ROWS_SECONDS = 300.0  # to send the prompts of an adapter
+
+
+class Completions:
+    """What a rollout of a run is: a completion of one turn."""
+
+    tools: Sequence[Tool] | None = None  # of conversations
+    default_rewards: tuple[RewardConfig, ...] = ()  # in place of the task's own, if the recipe has none
+
+    def task(self, config: Any) -> Task:
+        """The task of a config of `TASK_CONFIGS`. Raises ConfigError as `build_task` does."""
+        return build_task(config)
+
+    def example(self, start: Start) -> Rollout:
+        """A rollout with which rewards are tried."""
+        return right_rollout(start)
+
+    def pays_steps(self, grader: RewardGrader) -> bool:
+        """Whether a reward is paid by reasoning step, or by turn."""
+        return grader.splitter is not None
+
+    def notes(self) -> Sequence[str]:
+        """Notes for the user."""
+        return ()
+
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """The check of the length of prompts; after `example`.
+
+        Args:
+            chat: encodes the prompts.
+            model_config: transformers' config of the model.
+            new_tokens: the most tokens after a prompt.
+            drop: prompts that are too long are dropped, not refused.
+        """
+        return PromptLimit(chat, model_config, new_tokens, drop)
+
+    def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
+        """The sampler of these rollouts with the settings of `sampler`."""
+        return sampler
+
+    def close(self) -> None:
+        """End what runs beside this process."""
+
+
+COMPLETIONS = Completions()
+
+
+class Conversations(Completions):
+    """A rollout is a conversation with an environment, which is tried before the model is loaded."""
+
+    def __init__(self, config: RunConfig, environments: EnvironmentProcesses) -> None:
+        """Describe an environment.
+
+        Raises:
+            ConfigError: if it cannot be made, or has a tool without a description.
+        """
+        self._config, self._environments = config.conversation, environments
+        self._repeats = True
+        self._observations: list[str] = []  # first ones of the environments that were tried
+        described = self._try(0, lambda session: session.ask({"do": "describe"}, DESCRIBE_SECONDS).result())
+        self._style = described["style"]
+        self.tools = self._tools = [Tool(schema["function"]["name"], schema) for schema in described["tools"]]
+        self._pays_turns = self._style in ("step", "respond")
+        self.default_rewards = (RewardConfig(name="environment"),) if self._pays_turns else ()
+
+    def task(self, config: Any) -> Task:
+        """The task of a config; the task environment has the rows of an adapter, if there are any."""
+        if isinstance(config, EnvironmentTaskConfig):
+            rows: Prompts | None = self._try(0, lambda session: session.ask({"do": "rows"}, ROWS_SECONDS).result())[
+                "rows"
+            ]
+            if rows is not None:
+                return EnvironmentRows(rows, config, f"environment {self._config.environment}")
+        return super().task(config)
+
+    def example(self, start: Start) -> Rollout:
+        """The right answer as a turn, in two environments, whose replies should be the same.
+
+        Raises:
+            ConfigError: if the environment fails.
+        """
+        answer = right_rollout(start)
+        first, second = (self._try(start.index, lambda session: self._play(session, start, answer)) for _ in range(2))
+        self._repeats &= (first.messages, first.turn_rewards) == (second.messages, second.turn_rewards)
+        return first
+
+    def pays_steps(self, grader: RewardGrader) -> bool:
+        by_environment = self._pays_turns and any(reward.per_turn for reward in grader.rewards)
+        return by_environment or super().pays_steps(grader)
+
+    def notes(self) -> Sequence[str]:
+        if self._repeats:
+            return ()
+        return (
+            f"environment {self._config.environment} is not repeatable: two with the same columns and the same message "
+            "answered differently, so a resumed run may differ from an uninterrupted one, and the rollouts of a group "
+            "may not begin alike; its numbers should come from `random`, or from the columns",
+        )
+
+    def prompt_limit(self, chat: Chat, model_config: Any, new_tokens: int, *, drop: bool) -> PromptLimit:
+        """A prompt is encoded with the descriptions of the tools and the shortest first observation that was tried.
+        Longer observations of other rows fail their conversations.
+
+        Raises:
+            ConfigError: if the model's chat template cannot continue a conversation.
+        """
+        style = Style(chat, self._style, self._tools)
+        ConversationEncoder(chat).check(style.reply_roles)
+        observation = min(self._observations, key=len, default="")
+
+        def encode(prompt: Any) -> Sequence[int]:
+            return style.encode(first_messages(prompt, observation))
+
+        sample: list[Message] = [{"role": "user", "content": "u"}]
+        of_tools = len(style.encode(sample)) - len(chat.encode(sample))
+        of_observation = len(encode(sample)) - len(style.encode(sample))
+        parts = [(of_tools, "the descriptions of tools"), (of_observation, "the environment's first observation")]
+        counted = [f"{count} for {what}" for count, what in parts if count]
+        additions = f" ({' and '.join(counted)})" if counted else ""
+        return PromptLimit(chat, model_config, new_tokens, drop, encode, "conversation.total_tokens", additions)
+
+    def sampler(self, sampler: LanguageSampler) -> LanguageSampler:
+        """The sampler of conversations.
+
+        Raises:
+            ConfigError: if the model's chat template cannot continue a conversation.
+        """
+        style = Style(sampler.chat, self._style, self._tools)
+        of_conversations = ConversationSampler(
+            **vars(sampler),
+            environments=self._environments,
+            style=style,
+            turns=self._config.turns,
+            total_tokens=self._config.total_tokens,
+        )
+        of_conversations.encoder.check(style.reply_roles)
+        return of_conversations
+
+    def close(self) -> None:
+        self._environments.close()
+
+    def _try(self, index: int, use: Callable[[Session], Any]) -> Any:
+        session = self._environments.open(environment_seed(0, 0, index))
+        try:
+            return use(session)
+        except CallError as error:
+            raise ConfigError(f"environment {self._config.environment}, in a dry run: {error}") from None
+        finally:
+            session.close()
+
+    def _play(self, session: Session, start: Start, answer: Rollout) -> Rollout:
+        observation = session.ask({"do": "reset", "columns": dict(start.columns)}).result()["text"]
+        self._observations.append(observation or "")
+        messages = [{"role": "user", "content": observation}] if observation else []
+        messages.append({"role": "assistant", "content": answer.text})
+        reward = 0.0
+        if self._pays_turns:
+            reply = session.ask({"do": self._style, "message": answer.text, "calls": []}).result()
+            messages.append({"role": "user", "content": reply["text"] or ""})
+            reward = reply["reward"]
+        end = session.ask({"do": "end"}).result()
+        return replace(
+            answer,
+            text=transcript(messages),
+            messages=messages,
+            turn_rewards=[reward + (end["reward"] or 0.0)],
+            environment=end["attributes"],
+        )
+
+
+def tools_of(config: RunConfig) -> Sequence[Tool] | None:
+    """The tools of a recipe's conversations; None if it has none.
+
+    Raises:
+        ConfigError: as `build_rollout_kind`.
+    """
+    with closing(build_rollout_kind(config)) as kind:
+        return kind.tools
+
+
+def build_rollout_kind(config: RunConfig, environment: Any = None) -> Completions:
+    """The kind of rollouts of a run; the environments of conversations are started and described.
+
+    Args:
+        config: has the name of the environment, and its limits.
+        environment: the environment of a Python program, in the forms of `covey.Conversation`; None: the config's name.
+
+    Raises:
+        ConfigError: if an environment cannot be loaded.
+    """
+    settings = config.conversation
+    if not config.has_conversations:
+        return COMPLETIONS
+    source, _, name = settings.source.rpartition(":")
+    options = settings.assigned_options
+    module, library = settings.imported_module
+    environments = EnvironmentProcesses(
+        f"{user_path(source)}:{name}" if source.endswith(".py") else settings.source,
+        settings.timeout_seconds,
+        settings.reply_characters,
+        options,
+        None if environment is None else copied_environment(environment, settings.given_in_python),
+        search_path(f"{module}:", "conversation.options: id", library) if module else (),
+    )
+    try:
+        environments.start()
+        return Conversations(config, environments)
+    except ConfigError:
+        environments.close()
+        raise
 
 
 @dataclass(frozen=True)
 class Problem:
     """Task and grader of a run, and its held-out problems."""
 
+    config: RunConfig
+    kind: Completions  # of its rollouts, with which the rewards were tried
     task: Task
     grader: RewardGrader
     held_out: list[Start]  # at least one, at most evaluation.problems
@@ -33,26 +256,49 @@ class Problem:
         """Counts of the task since the last call."""
         return self.task.metrics() if isinstance(self.task, FittingTask) else {}
 
-    def note_rendered_prompts(self, config: RunConfig, chat: Chat, note: Note) -> None:
-        """Tell the user of a prompt that a chat template has rendered and the tokenizer begins once more."""
-        starts = list(self.held_out)
-        if isinstance(self.task, PromptDataset):
-            starts += self.task.draw(config.seed, 1, config.sampling.prompts_per_step, first=0, before=0)
-        for line in rendered_notes((start.prompt for start in starts), chat):
-            note(line)
-
-    def prompt_as_read(self, kind: RolloutKind, config: RunConfig) -> list[str]:
+    def prompt_as_read(self) -> list[str]:
         """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
         first observation of the environment that was tried; [] if the model's tokenizer is not on this machine.
         """
-        found = find_chat(config.model)
+        found = find_chat(self.config.model)
         if found is None:
             return []
-        chat, model_config = found[0].with_config(config.chat), found[1]
-        limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=True)
+        chat, model_config = found[0].with_config(self.config.chat), found[1]
+        limit = self.kind.prompt_limit(chat, model_config, self.config.rollout_limit, drop=True)
         ids = (limit.encode or chat.encode)(self.held_out[0].prompt)
         lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
         return [f"the model reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
+
+    def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
+        """The problem without prompts that are too long for the model.
+
+        With `sampling.long_prompts` = "drop" long prompts are removed, else they are errors.
+
+        Args:
+            chat: encodes the prompts.
+            model_config: transformers' config of the model.
+            note: called with a line for the user about dropped prompts, and about those that a template has rendered.
+            training: if False, only held-out prompts are checked.
+
+        Raises:
+            ConfigError: naming the first prompt that is too long; a line of a file by its number.
+        """
+        config, sampling, task = self.config, self.config.sampling, self.task
+        tried = list(self.held_out)
+        if isinstance(task, PromptDataset):
+            tried += task.draw(config.seed, 1, sampling.prompts_per_step, first=0, before=0)
+        for line in rendered_notes((start.prompt for start in tried), chat):
+            note(line)
+        drop = sampling.long_prompts == "drop"
+        limit = self.kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
+        evaluated = replace(limit, max_new_tokens=max(config.rollout_limit, *config.evaluation.token_limits, 0))
+        if isinstance(task, PromptDataset):
+            task.keep_fitting(limit if training else None, evaluated)
+            return replace(self, held_out=task.held_out(config.evaluation.problems))
+        held_out = evaluated.taken(self.held_out, note)
+        if training and not drop:
+            refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
+        return replace(self, task=FittingTask(task, limit, note), held_out=held_out)
 
     def notes(self, asked: int, name: str) -> list[str]:
         """Notes on the data for the user, such as fewer held-out problems than asked for.
@@ -72,7 +318,7 @@ def build_problem(
     config: RunConfig,
     task: Any = None,
     rewards: Sequence[Reward | WeightedReward] = (),
-    kind: RolloutKind = COMPLETIONS,
+    kind: Completions = COMPLETIONS,
 ) -> Problem:
     """Build task and grader, and test both on a few prompts before a model is loaded.
 
@@ -109,64 +355,20 @@ def build_problem(
     except ConfigError:
         grader.close()
         raise
-    return Problem(task, grader, held_out)
+    return Problem(config, kind, task, grader, held_out)
 
 
 @contextmanager
-def opened_problem(config: RunConfig) -> Iterator[tuple[Problem, RolloutKind]]:
-    """Context manager with the problem of a recipe and the kind of its rollouts, which are closed at the end.
+def opened_problem(config: RunConfig) -> Iterator[Problem]:
+    """Context manager with the problem of a recipe, whose processes end with it.
 
     Raises:
         ConfigError: as `build_rollout_kind` and `build_problem` do.
     """
-    kind = build_rollout_kind(config)
-    try:
+    with closing(build_rollout_kind(config)) as kind:
         problem = build_problem(config, kind=kind)
-        try:
-            yield problem, kind
-        finally:
-            problem.grader.close()
-    finally:
-        kind.close()
-
-
-def fit_prompts(
-    problem: Problem,
-    config: RunConfig,
-    chat: Chat,
-    model_config: Any,
-    note: Note,
-    *,
-    kind: RolloutKind,
-    training: bool = True,
-) -> Problem:
-    """The problem without prompts that are too long for the model.
-
-    Args:
-        problem: with all prompts.
-        config: with the token limits, and `sampling.long_prompts`: "drop" removes long prompts, else they are errors.
-        chat: encodes the prompts.
-        model_config: transformers' config of the model.
-        note: called with a line for the user about dropped prompts, and about those that a template has rendered.
-        kind: of the rollouts, with which the rewards of the problem were tried.
-        training: if False, only held-out prompts are checked.
-
-    Raises:
-        ConfigError: naming the first prompt that is too long; a line of a file by its number.
-    """
-    problem.note_rendered_prompts(config, chat, note)
-    drop, sampling = config.sampling.long_prompts == "drop", config.sampling
-    limit = kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
-    longest = max(config.rollout_limit, *config.evaluation.token_limits, 0)
-    evaluated = replace(limit, max_new_tokens=longest)
-    task = problem.task
-    if isinstance(task, PromptDataset):
-        task.keep_fitting(limit if training else None, evaluated)
-        return replace(problem, held_out=task.held_out(config.evaluation.problems))
-    held_out = evaluated.taken(problem.held_out, note)
-    if training and not drop:
-        refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
-    return replace(problem, task=FittingTask(task, limit, note), held_out=held_out)
+        with closing(problem.grader):
+            yield problem
 
 
 def rendered_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:

@@ -12,17 +12,19 @@ runs/reward_model-001/
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError
+from covey.config import ConfigError, RewardConfig, RunConfig, RunError
+from covey.config.common import CheckpointConfig
 from covey.config.fields import plural
-from covey.config.files import faults_of, user_path
+from covey.config.files import faults_of, read_file, user_path
 from covey.config.model_sources import MODEL_FOLDER
+from covey.config.recipe import config_to_dict
+from covey.config.rewards import BUILT_IN_REWARDS
 from covey.config.sft import (
     REWARD_MODEL_ALGORITHM,
     RewardModelConfig,
@@ -31,14 +33,17 @@ from covey.config.sft import (
     check_training,
     locate_reward_model,
 )
+from covey.data import Group
 from covey.experiment.advice import Finished, Launch
-from covey.experiment.build import Experiment, build_checkpoints
-from covey.experiment.job import Job, begun, resumed
-from covey.experiment.llm import Machine, build_machine
-from covey.experiment.supervised import HeldOutExamples, SupervisedBuilder
+from covey.experiment.job import Experiment, begun
+from covey.experiment.models import LoadedPolicy, load_policy
+from covey.experiment.problem import build_problem
+from covey.experiment.supervised import SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
 from covey.llm.data.rows import hold_out, without_held_out
+from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import resolve_checkpoint
+from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
 from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (
     EncodedExample,
@@ -47,19 +52,20 @@ from covey.llm.reward_models.examples import (
     encode_examples,
     kind_of_examples,
 )
+from covey.llm.reward_models.graded_groups import PairSource, graded_completions
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.training import RewardModelTrainer, by_prompt
-from covey.runtime.device import environment
+from covey.llm.rewards.step_splitter import StepSplitter
+from covey.runtime.device import Machine, build_machine
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
 from covey.tracking.console import Display
 from covey.tracking.reliability import draw_reliability
+from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_result import RunResult
-from covey.tracking.run_store import RunStore
+from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
-from covey.train.state import Limits
-from covey.train.supervised import SupervisedRun, train_supervised
 
 RELIABILITY_FILE = "reliability.png"
 SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean and deviation of scores are measured
@@ -73,6 +79,7 @@ class Data:
     held_out: list[Example]
     objective: Objective
     kind: RewardModelKind
+    inputs: dict[str, str]  # SHA-256 of the files
     overlap: int = 0  # examples that were dropped because their prompts are held out
 
 
@@ -82,6 +89,10 @@ def read_training_data(config: RewardModelTraining) -> Data:
     Raises:
         ConfigError: naming the first line that is unusable.
     """
+    inputs = {}
+    for name in filter(None, (config.data, config.held_out)):
+        with faults_of(name), open(name, "rb") as file:
+            inputs[name] = hashlib.file_digest(file, "sha256").hexdigest()
     examples = read_examples(config.data, config.grade_column)
     if config.held_out:
         held_out = read_examples(config.held_out, config.grade_column)
@@ -99,7 +110,7 @@ def read_training_data(config: RewardModelTraining) -> Data:
         kept, held_out = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
     objective = choose_objective([*kept, *held_out], config.grade_loss, config.center)
     overlap = len(examples) - len(kept) if config.held_out else 0
-    return Data(kept, held_out, objective, kind_of_examples(kept), overlap)
+    return Data(kept, held_out, objective, kind_of_examples(kept), inputs, overlap)
 
 
 def train_reward_model(
@@ -124,37 +135,15 @@ def train_reward_model(
     data = read_training_data(config)
     machine = build_machine(config.device, config.precision, config.threads)
     builder = RewardModelBuilder(config, data, machine)
-    with begun(ALONE, run_dir, builder.config, launch) as store:
-        return Job(builder, store, launch, _checksums(config)).run()
-
-
-def resume_reward_model(run_dir: Path) -> RunResult | None:
-    """Continue a stopped training exactly, from its last checkpoint.
-
-    Returns:
-        as `train_reward_model`.
-
-    Raises:
-        ConfigError: if there is none, it is finished, or its settings or data have changed.
-    """
-    with resumed(ALONE, run_dir, "reward-model train") as run:
-        if run.store.finished():
-            raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
-        config = run.config
-        assert isinstance(config, RewardModelTraining)  # of a run of covey reward-model train
-        check_training(config)
-        inputs = _checksums(config)
-        run.refuse_changed(inputs)
-        data = read_training_data(config)
-        machine = build_machine(config.device, config.precision, config.threads)
-        builder = RewardModelBuilder(config, data, machine)
-        return Job(builder, run.store, run.launch, inputs, (), run.origin, run.notes, resuming=True).run()
+    with begun(ALONE, run_dir, builder.config, launch) as job:
+        return job.run(builder, data.inputs)
 
 
 class RewardModelBuilder(SupervisedBuilder):
-    """Builder of the training of a reward model; implements `covey.experiment.build.ExperimentBuilder`."""
+    """Builder of the training of a reward model."""
 
-    prefix = algorithm_name = REWARD_MODEL_ALGORITHM
+    algorithm_name = REWARD_MODEL_ALGORITHM
+    command = "reward-model train"
     wording = REWARD_MODEL
     saves_if_stopped = False
 
@@ -164,49 +153,51 @@ class RewardModelBuilder(SupervisedBuilder):
         Raises:
             ConfigError: if the model cannot be loaded, or an example is too long.
         """
-        self.data, self.machine = data, machine
+        super().__init__(config, data, machine)
         self.model = begin_reward_model(config.model, data.kind, dtype=machine.dtype, device=machine.device)
         reads_end = data.kind is RewardModelKind.PROCESS
         self.model.scale = replace(self.model.scale, step_separator=config.step_separator, reads_end=reads_end)
-        self.notes: list[str] = []  # for the user, before the training
-        self.examples, self.held_out = _encoded(self.model, data, config, self.notes)
-        self.per_epoch = batches_per_epoch(len(self.examples), config.batch_size)
+        self.found = notes = list[str]()
+        self.examples, self.held_out = _encoded(self.model, data, config, notes)
         self.config = replace(config, steps=config.epochs * self.per_epoch)
+        self.patience = config.patience
         self._quality: Quality | None = None  # the last one that was measured
 
+    @classmethod
+    def read(cls, config: Any, run_dir: Path) -> Data:
+        check_training(config)
+        return read_training_data(config)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"training": len(self.examples), "held_out": len(self.held_out)}
+
+    @property
+    def per_epoch(self) -> int:
+        return batches_per_epoch(len(self.examples), self.config.batch_size)
+
     def describe(self) -> str:
-        config, machine = self.config, self.machine
+        config = self.config
         return (
             f"{self.data.kind.noun} on {config.model}: {plural(len(self.examples), 'example')} to train on, "
             f"{len(self.held_out):,} held out, {plural(config.steps, 'step')} of {config.batch_size}; "
-            f"{machine.device.type}, {str(machine.dtype).removeprefix('torch.')}"
+            f"{self.machine.describe()}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Build the components."""
-        config, machine = self.config, self.machine
-        evaluation = HeldOutExamples(self, self._measured, self.per_epoch, display)
-        parts = SupervisedRun(
-            name=self.prefix,
+        config = self.config
+        return self.experiment(
+            store,
+            display,
             trainer=RewardModelTrainer(self.model, config, self.data.objective, config.steps),
             batches=self._batches,
-            steps_per_epoch=self.per_epoch,
-            evaluate=evaluation.due,
-            observers=(store, display),
-            checkpoints=build_checkpoints(store, config.checkpoint_keep, best=config.checkpoint_best),
+            measured=self._measured,
+            collect=self._collect,
+            facts=self._facts,
+            backend={},
+            checkpoint=CheckpointConfig(config.checkpoint_every, config.checkpoint_keep, config.checkpoint_best),
         )
-        settings = Limits(
-            steps=config.steps,
-            checkpoint_every=config.checkpoint_every,
-            patience=config.patience or math.inf,
-            keep_best=config.checkpoint_best,
-            score_metric=f"{self.prefix}/held_out_loss",
-            lower_is_better=True,
-        )
-        return Experiment(
-            parts, settings, evaluation.measure, self._collect, environment(machine.device, machine.dtype),
-            partial(self._facts, store), train_supervised,
-        )  # fmt: skip
 
     def _batches(self, done: int) -> Iterator[list[EncodedExample]]:
         config = self.config
@@ -225,14 +216,13 @@ class RewardModelBuilder(SupervisedBuilder):
             model.measure_scale([row for one in self.examples for row in one.rows][:SCALE_COMPLETIONS])
         return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
 
-    def _facts(self, store: RunStore) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         scale, quality = self.model.scale, self._quality
         return {
             "kind": self.model.kind.noun,
-            "examples": {"training": len(self.examples), "held_out": len(self.held_out)},
             "held_out": quality.metrics if quality is not None else {},
             "scale": {"mean": scale.mean, "deviation": scale.deviation},
-        } | self.losses(store)
+        }
 
     def draw(self, store: RunStore) -> None:
         """Draw the reliability diagram of the last evaluation."""
@@ -308,10 +298,229 @@ def _absolute_file(name: str) -> str:
     return str(user_path(name).absolute())
 
 
-def _checksums(config: RewardModelTraining) -> dict[str, str]:
-    """SHA-256 of the data files."""
-    found = {}
-    for name in filter(None, (config.data, config.held_out)):
-        with faults_of(name), open(name, "rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+PROMPTS_AT_ONCE = 16  # whose completions and continuations are sampled together
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Options of `covey reward-model label`."""
+
+    prompts: int = 64
+    completions: int = 4  # of each prompt
+    data: str = "steps"  # steps (a process reward model), pairs or grades (an outcome one)
+    continuations: int = 8  # of each step
+    estimate: str = "hard"  # the column "labels": hard or soft
+    completer: str = ""  # model that continues the steps; empty: the one that samples the completions
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Result of a labelling."""
+
+    completions: int  # that were graded
+    left_out: int  # because the verifier failed
+    right: int  # completions
+    examples: int  # that were written
+    steps: int  # of step labels
+    right_steps: int  # by the hard estimate
+
+
+def label_completions(config: RunConfig, options: LabelOptions, output: Path) -> Labelled:
+    """Sample completions of the task's training prompts, and write examples for a reward model.
+
+    Of preference pairs, a prompt has at most as many as completions, drawn evenly from all pairs of a right and a wrong
+    completion.
+
+    Args:
+        config: task, verifier, model, sampling limits, step boundary, seed and machine are used.
+        output: JSONL file, which does not exist yet, in the format of `covey.llm.data.reward_examples`; steps also have
+            the columns of the prompt and both estimates. An interrupted call with the same arguments is continued.
+
+    Raises:
+        ConfigError: if the config has no reward that is 1 or 0; if the completer has another tokenizer; for the first
+            mistake in the config.
+        RunError: if nothing could be labelled.
+    """
+    config = replace(config, rewards=verifier_of(config), loss=replace(config.loss, credit="outcome"))
+    problem = build_problem(config)
+    splitter = StepSplitter(config.process.rule)
+    display = Display(title=f"covey: {options.data} for a reward model")
+    try:
+        if problem.grader.score_kind != "accuracy":
+            raise ConfigError(
+                "the task's reward is not always 1 or 0, so it cannot verify completions: name a binary reward in "
+                "[[rewards]], such as numeric, or your own function with binary = true"
+            )
+        machine = build_machine(config.device, config.precision, config.threads)
+        loaded = load_policy(config, machine)
+        completer = _completer(config, options.completer, machine, loaded)
+        module_config = loaded.policy.module.config
+        problem = problem.fit(loaded.chat, module_config, display.note)
+        splitter.chat = loaded.chat
+        labeller = StepLabeller(
+            completer.sampler, splitter, problem.grader, options.continuations,
+            position_limit(completer.policy.module.config),
+        )  # fmt: skip
+        continuations = plural(options.continuations, "continuation")
+        continued = f", {continuations} from every step" if options.data == "steps" else ""
+        display.note(
+            f"{plural(options.prompts, 'prompt')} x {plural(options.completions, 'completion')}{continued}; "
+            f"{loaded.policy.backend.describe()}"
+        )
+        draft = _Draft(output, config, options)
+        with display, display.progress("labelling", options.prompts) as advance:
+            advance(draft.done)
+            for first in range(draft.done, options.prompts, PROMPTS_AT_ONCE):
+                count = min(PROMPTS_AT_ONCE, options.prompts - first)
+                starts = problem.task.draw(config.seed, 1, count, first=first, before=first)
+                groups = loaded.sampler.sample(starts, options.completions, 1)
+                draft.add(first + count, _examples(groups, options, labeller))
+                advance(count)
+    finally:
+        problem.grader.close()
+        splitter.close()
+    if not draft.graded:
+        raise RunError("no completion could be labelled, because the verifier failed on all of them")
+    if not draft.records:
+        raise RunError(
+            f"no prompt has both a right and a wrong completion ({draft.right:,} of {draft.graded:,} are right): raise "
+            "--prompts or --completions, or write --data grades"
+        )
+    draft.publish()
+    hard = [label for record in draft.records for label in record.get("hard", ())]
+    left_out = options.prompts * options.completions - draft.graded
+    return Labelled(draft.graded, left_out, draft.right, len(draft.records), len(hard), int(sum(hard)))
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Examples of some prompts."""
+
+    records: list[dict[str, Any]]
+    graded: int  # completions
+    right: int
+
+
+def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller) -> _Examples:
+    """The examples of some groups, as records of the file."""
+    if options.data == "steps":
+        labelled = labeller.label(groups, iteration=1)
+        records = [_record(groups, one, options.estimate) for one in labelled]
+        return _Examples(records, len(labelled), sum(one.right for one in labelled))
+    graded = graded_completions(labeller.verifier.grade(groups))
+    right = int(sum(one.grade for one in graded))
+    if options.data == "grades":
+        records = [{"prompt": one.prompt, "completion": one.completion, "grade": bool(one.grade)} for one in graded]
+        return _Examples(records, len(graded), right)
+    pairs = PairSource(labeller.sampler.seed, options.completions).pairs(groups, 1)
+    records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
+    return _Examples(records, len(graded), right)
+
+
+def _completer(config: RunConfig, name: str, machine: Machine, sampled: LoadedPolicy) -> LoadedPolicy:
+    """The model that continues the steps of the completions that `sampled` has sampled; itself for an empty name.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or reads other token ids than those of the completions.
+    """
+    if not name:
+        return sampled
+    loaded = load_policy(replace(config, model=name), machine)
+    if loaded.chat.tokenizer.get_vocab() != sampled.chat.tokenizer.get_vocab():
+        raise ConfigError(
+            f"--completer {name} has another tokenizer than {config.model}, so it cannot continue its completions: "
+            "name a model of the same family"
+        )
+    return loaded
+
+
+class _Draft:
+    """The labels so far, in a file beside the output, with which an interrupted command continues.
+
+    Labels are a function of the settings, so that the result is the same. The first line has the settings, each further
+    one the records of some prompts.
+    """
+
+    def __init__(self, output: Path, config: RunConfig, options: LabelOptions) -> None:
+        """Raises ConfigError for a draft of other settings."""
+        self.output = output
+        self.path = output.with_name(output.name + ".unfinished")
+        self.done = 0  # prompts
+        self.records: list[dict[str, Any]] = []
+        self.graded = self.right = 0  # completions
+        settings = json.loads(json.dumps({"config": config_to_dict(config), "options": asdict(options)}))
+        if not self.path.exists():
+            write_atomically(self.path, encode(settings) + b"\n")
+            return
+        first, *lines = read_file(self.path, 1 << 32).split(b"\n")
+        if _parsed(first) != settings:
+            raise ConfigError(
+                f"{self.path} has labels of a command with other settings: repeat that one, or delete the file"
+            )
+        whole = len(first) + 1
+        for line in lines:
+            part = _parsed(line)
+            if part is None:  # the line that a crash cut
+                break
+            self._count(part)
+            whole += len(line) + 1
+        with faults_of(self.path), open(self.path, "r+b") as file:
+            file.truncate(whole)
+
+    def add(self, done: int, examples: _Examples) -> None:
+        """Append the examples of the prompts up to `done`."""
+        part = {"done": done, **vars(examples)}
+        self._count(part)
+        with faults_of(self.path), open(self.path, "ab") as file:
+            file.write(encode(part) + b"\n")
+
+    def _count(self, part: dict[str, Any]) -> None:
+        self.done = part["done"]
+        self.records += part["records"]
+        self.graded += part["graded"]
+        self.right += part["right"]
+
+    def publish(self) -> None:
+        """Write the output and remove the draft."""
+        write_atomically(self.output, b"".join(encode(record) + b"\n" for record in self.records))
+        with faults_of(self.path):
+            self.path.unlink()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def verifier_of(config: RunConfig) -> tuple[RewardConfig, ...]:
+    """The reward that verifies completions: the binary one with score = true, else the first binary one; empty for the
+    task's own reward, if the config names none.
+
+    Raises:
+        ConfigError: if the config has rewards, but none that is 1 or 0.
+    """
+    binary = [reward for reward in config.rewards if reward.is_binary]
+    if config.rewards and not binary:
+        example = next(name for name, reward in BUILT_IN_REWARDS.items() if reward.binary)
+        raise ConfigError(
+            f"no reward of the recipe is always 1 or 0, so none can verify completions: add a [[rewards]] table with "
+            f'name = "{example}" (weight = 0.0 and score = true), or your own function with binary = true'
+        )
+    preferred = sorted(binary, key=lambda reward: not reward.score)[:1]
+    return tuple(replace(reward, weight=1.0, score=True) for reward in preferred)
+
+
+def _record(groups: Sequence[Group], one: LabelledCompletion, estimate: str) -> dict[str, Any]:
+    start = groups[one.group].start
+    hard, soft = list(one.hard), list(one.soft)
+    return {
+        "prompt": start.prompt,
+        "completions": list(one.steps),
+        "labels": [bool(label) for label in hard] if estimate == "hard" else soft,
+        "hard": hard,
+        "soft": soft,
+        "right": one.right,
+        "columns": dict(start.columns),
+    }

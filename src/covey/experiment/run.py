@@ -18,9 +18,7 @@ from covey.config.sft import RewardModelTraining
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
-from covey.experiment.build import ExperimentBuilder, Reward
-from covey.experiment.job import Job, begun, resumed
-from covey.experiment.observers import Observers, check_observers
+from covey.experiment.job import ExperimentBuilder, Observers, Reward, begun, check_observers, resumed
 from covey.experiment.resuming import same_arguments, same_conversation
 from covey.runtime.distributed import ALONE, joined_ranks, team_of
 from covey.runtime.variables import check_ranks
@@ -80,8 +78,8 @@ def run(
         launch = launch or Launch.from_python(recipe_name, task, rewards, own, conversation, algorithm)
         try:
             run_dir = config.run_dir or (lambda: claim_run_dir(Path(recipe_name).stem))
-            with begun(team, run_dir, builder.config, launch) as store:
-                return Job(builder, store, launch, inputs, own).run()
+            with begun(team, run_dir, builder.config, launch) as job:
+                return job.run(builder, inputs, own)
         finally:
             builder.close()
 
@@ -107,18 +105,18 @@ def resume(
         MachineError: for a fault of the machine; the run keeps its progress.
     """
     rewards, own = _listed(rewards), check_observers(observers)
-    with joined_ranks(), resumed(team_of(0), run_dir, "train") as run:
-        same_arguments(run.launch, run_dir, task, rewards, algorithm)
-        config, environment = same_conversation(run.config, conversation)
+    with joined_ranks(), resumed(team_of(0), run_dir, "train") as job:
+        same_arguments(job.launch, run_dir, task, rewards, algorithm)
+        config, environment = same_conversation(job.config, conversation)
         assert not isinstance(config, RewardModelTraining)  # it is a run of covey train
         validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
-        run.refuse_changed(inputs)
+        job.refuse_changed(inputs)
         team = _team(config)
         builder = open_builder(config, task, rewards, team, environment, algorithm)
         try:
-            return Job(builder, run.store, run.launch, inputs, own, run.origin, run.notes, resuming=True).run()
+            return job.run(builder, inputs, own)
         finally:
             builder.close()
 
@@ -160,7 +158,7 @@ def _team(config: RunConfig | ControlConfig) -> Team:
     if config.cluster.weights == "replicate" or team.size == 1:
         return team
     if config.cluster.weights == "auto":
-        from covey.experiment.memory_of_ranks import must_shard  # imported here, because transformers takes seconds
+        from covey.experiment.plan import must_shard  # imported here, because transformers takes seconds
 
         if not must_shard(config, team):
             return team
@@ -182,11 +180,11 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
     builder = open_builder(config)
     builder.close()
     if isinstance(config, RunConfig):
-        from covey.experiment.backend_report import report_backend
+        from covey.experiment.evaluation import report_backend
         from covey.experiment.llm import LLMBuilder
         from covey.llm.model.loading import check_model_files
 
         assert isinstance(builder, LLMBuilder)
         check_model_files(config.model)
-        return [*builder.problem.prompt_as_read(builder.kind, builder.config), *builder.notes, report_backend(config)]
+        return [*builder.problem.prompt_as_read(), *builder.notes, report_backend(config)]
     return list(builder.notes)

@@ -15,47 +15,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import command, plural
+from covey.config.files import user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER
-from covey.config.recipe import training_command
+from covey.config.recipe import config_from_dict, training_command
 from covey.config.rules import validate_sft
 from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
-from covey.data import Batch
+from covey.data import Batch, EndReason, Group, Rollout, Start
 from covey.experiment.advice import Finished, Launch
-from covey.experiment.build import Experiment, build_checkpoints, build_optimizer
-from covey.experiment.conversations import tools_of
-from covey.experiment.job import Job, begun, resumed
-from covey.experiment.llm import Machine, build_machine
-from covey.experiment.problem import rendered_notes
-from covey.experiment.sft_samples import examples_of_run, sampled_examples
-from covey.experiment.supervised import HeldOutExamples, SupervisedBuilder
+from covey.experiment.algorithm import build_optimizer
+from covey.experiment.job import Experiment, begun
+from covey.experiment.models import load_policy, load_trainable
+from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
+from covey.experiment.supervised import SupervisedBuilder
+from covey.llm.data.rows import hold_out
 from covey.llm.data.sft_examples import Examples
-from covey.llm.generation.backend import find_kernels
-from covey.llm.model.loading import load_chat, load_model, resolve_checkpoint, save_architecture
-from covey.llm.model.recompute import recompute_layers
-from covey.llm.policy import LanguagePolicy
-from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of, encode_examples, longest_example
-from covey.llm.sft.samples import read_back, tokens_of, written
+from covey.llm.model.loading import load_chat, resolve_checkpoint, save_architecture
+from covey.llm.sampler import LanguageSampler
+from covey.llm.sft.encoding import (
+    EncodedExample,
+    ExampleEncoder,
+    Sample,
+    batch_of,
+    encode_examples,
+    longest_example,
+    read_back,
+    select,
+    tokens_of,
+    written,
+)
 from covey.llm.sft.sources import read_source
-from covey.runtime.device import environment
+from covey.runtime.device import Machine, build_machine
 from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import learning_rate_schedule
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
 from covey.tracking.console import Display
 from covey.tracking.run_folder import EXAMPLES_FILE, write_atomically, write_folders
+from covey.tracking.run_reader import RunReader, number, table, text
 from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.wording import SFT
-from covey.train.state import Limits
-from covey.train.supervised import SupervisedRun, SupervisedTrainer, mean_loss, train_supervised
+from covey.train.supervised import SupervisedTrainer, mean_loss
 
 
 @dataclass(frozen=True)
@@ -67,16 +73,16 @@ class Data:
     notes: Sequence[str]  # for the user
     samples: bytes = b""  # content of examples.jsonl; empty if the examples are not samples
 
-    @property
-    def digest(self) -> str:
-        """A checksum of all tokens."""
-        parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    @classmethod
+    def of_samples(cls, training: list[Sample], held_out: list[Sample], notes: Sequence[str]) -> Data:
+        """The tokens of the model's own samples."""
+        return cls(tokens_of(training), tokens_of(held_out), notes, written(training, held_out))
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The checksum by which a resumed training knows its examples."""
-        return {"examples": self.digest}
+        """The checksum of all tokens, by which a resumed training knows its examples."""
+        parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
+        return {"examples": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """The held-out examples in batches."""
@@ -103,33 +109,14 @@ def train_sft(
     validate_sft(config)
     config = replace(config, model=resolve_checkpoint(config.model))
     machine = build_machine(config.device, config.precision, config.threads)
-    data = sample_data(config, machine) if is_sampled(config.sft.data) else read_data(config, examples)
+    if config.sft.data == SAMPLES:
+        data = sampled_examples(config, machine)
+    else:
+        data = examples_of_run(config) if is_sampled(config.sft.data) else read_data(config, examples)
     steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
     config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
-    with begun(ALONE, run_dir, config, launch) as store:
-        return Job(SFTBuilder(config, data, machine), store, launch, data.inputs).run()
-
-
-def resume_sft(run_dir: Path) -> RunResult | None:
-    """Continue a stopped training exactly, from its last checkpoint.
-
-    Returns:
-        as `train_sft`.
-
-    Raises:
-        ConfigError: if there is none, or its settings or examples have changed.
-    """
-    with resumed(ALONE, run_dir, "sft") as run:
-        if run.store.finished():
-            raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
-        config = run.config
-        assert isinstance(config, RunConfig)  # of a run of covey sft
-        validate_sft(config, resuming=True)
-        data = recorded_data(config, run.store.run_dir) if is_sampled(config.sft.data) else read_data(config)
-        run.refuse_changed(data.inputs)
-        machine = build_machine(config.device, config.precision, config.threads)
-        builder = SFTBuilder(config, data, machine)
-        return Job(builder, run.store, run.launch, data.inputs, (), run.origin, run.notes, resuming=True).run()
+    with begun(ALONE, run_dir, config, launch) as job:
+        return job.run(SFTBuilder(config, data, machine), data.inputs)
 
 
 def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
@@ -158,40 +145,30 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     return Data(training, held_out, notes)
 
 
-def sample_data(config: RunConfig, machine: Machine) -> Data:
-    """The model's own samples, of this training or of a run, as examples.
-
-    Raises:
-        ConfigError: if none has enough reward.
-    """
-    sampled = sampled_examples(config, machine) if config.sft.data == SAMPLES else examples_of_run(config)
-    training, held_out = tokens_of(sampled.training), tokens_of(sampled.held_out)
-    return Data(training, held_out, sampled.notes, written(sampled.training, sampled.held_out))
-
-
-def recorded_data(config: RunConfig, run_dir: Path) -> Data:
-    """The samples that a run folder has recorded.
-
-    Raises:
-        ConfigError: if their file is missing or damaged.
-    """
-    training, held_out = map(tokens_of, read_back(run_dir / EXAMPLES_FILE))
-    return Data(training, held_out, [])
-
-
 class SFTBuilder(SupervisedBuilder):
-    """Builder of a supervised fine-tuning; implements `covey.experiment.build.ExperimentBuilder`."""
+    """Builder of a supervised fine-tuning."""
 
-    prefix = algorithm_name = SFT_ALGORITHM
+    algorithm_name = command = SFT_ALGORITHM
     wording = SFT
 
     def __init__(self, config: RunConfig, data: Data, machine: Machine) -> None:
-        self.config, self.data, self.machine = config, data, machine
-        self.notes = data.notes
+        super().__init__(config, data, machine)
+        self.found, self.patience = data.notes, config.sft.patience
+
+    @classmethod
+    def read(cls, config: Any, run_dir: Path) -> Data:
+        validate_sft(config, resuming=True)
+        if not is_sampled(config.sft.data):
+            return read_data(config)
+        return Data.of_samples(*read_back(run_dir / EXAMPLES_FILE), [])
 
     @property
-    def saves_if_stopped(self) -> bool:
-        return self.config.checkpoint.model_if_stopped
+    def counts(self) -> dict[str, int]:
+        return {"training": len(self.data.training), "held_out": len(self.data.held_out)}
+
+    @property
+    def per_epoch(self) -> int:
+        return batches_per_epoch(len(self.data.training), self.config.sft.batch_size)
 
     def describe(self) -> str:
         data, sft = self.data, self.config.sft
@@ -199,7 +176,7 @@ class SFTBuilder(SupervisedBuilder):
         return (
             f"supervised fine-tuning of {self.config.model} on {plural(len(data.training), 'example')} of {sft.data} "
             f"({tokens:,} trained tokens), {len(data.held_out):,} held out; {plural(self.config.steps, 'step')} of "
-            f"{sft.batch_size}; {self.machine.device.type}, {str(self.machine.dtype).removeprefix('torch.')}"
+            f"{sft.batch_size}; {self.machine.describe()}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
@@ -207,13 +184,8 @@ class SFTBuilder(SupervisedBuilder):
         config, sft, machine, data = self.config, self.config.sft, self.machine, self.data
         if data.samples:
             write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
-        with ThreadPoolExecutor(1) as executor:
-            executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
-            loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
-        policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens)
-        if config.update.recompute:
-            recompute_layers(policy.module)
-        module, tokenizer = policy.module, loaded.chat.tokenizer
+        policy, chat = load_trainable(config, machine)
+        module, tokenizer = policy.module, chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         optimizer = build_optimizer(policy.module, replace(config.update, learning_rate=sft.learning_rate))
         rate = learning_rate_schedule(
@@ -229,39 +201,24 @@ class SFTBuilder(SupervisedBuilder):
         def held_out() -> dict[str, float]:
             return {"loss": mean_loss(policy, data.held_out_batches(sft.batch_size))} if data.held_out else {}
 
-        per_epoch = batches_per_epoch(len(data.training), sft.batch_size)
-        evaluation = HeldOutExamples(self, held_out, per_epoch, display)
-        parts = SupervisedRun(
-            name=self.prefix,
-            trainer=SupervisedTrainer(policy, optimizer, rate),
-            batches=batches,
-            steps_per_epoch=per_epoch,
-            evaluate=evaluation.due,
-            observers=(store, display),
-            checkpoints=build_checkpoints(store, config.checkpoint.keep, best=config.checkpoint.best),
-        )
-        settings = Limits(
-            steps=config.steps,
-            checkpoint_every=config.checkpoint.every,
-            patience=sft.patience or math.inf,
-            keep_best=config.checkpoint.best,
-            score_metric=f"{self.prefix}/held_out_loss",
-            lower_is_better=True,
-        )
-
         def save(run_dir: Path) -> None:
             policy.save(run_dir / MODEL_FOLDER)
             tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
 
-        known = environment(machine.device, machine.dtype) | policy.backend.recorded()
-        return Experiment(
-            parts, settings, evaluation.measure, lambda: save, known, lambda: self._facts(store), train_supervised
+        return self.experiment(
+            store,
+            display,
+            trainer=SupervisedTrainer(policy, optimizer, rate),
+            batches=batches,
+            measured=held_out,
+            collect=lambda: save,
+            facts=lambda: {"decisions_trained": self._decisions(store)},
+            backend=policy.backend.recorded(),
+            checkpoint=config.checkpoint,
         )
 
-    def _facts(self, store: RunStore) -> dict[str, Any]:
-        decisions = sum(int(record.get("sft/decisions", 0)) for record in read_metrics(store.run_dir))
-        examples = {"training": len(self.data.training), "held_out": len(self.data.held_out)}
-        return {"decisions_trained": decisions, "examples": examples} | self.losses(store)
+    def _decisions(self, store: RunStore) -> int:
+        return sum(int(record.get("sft/decisions", 0)) for record in read_metrics(store.run_dir))
 
     def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
         super().show(display, summary, run)
@@ -270,3 +227,156 @@ class SFTBuilder(SupervisedBuilder):
         display.note(
             f"Next: {command(training_command(replace(self.config, algorithm='grpo')), recipe, '--model', model)}"
         )
+
+
+PIECE = 64  # prompts per call of the sampler
+STEP = 1  # whose random numbers are used
+
+
+def sampled_examples(config: RunConfig, machine: Machine) -> Data:
+    """Sample the recipe's prompts with its model, and grade by its rewards. A function of the recipe and its seed.
+
+    Raises:
+        ConfigError: if task, rewards or environment are invalid, before the model is loaded; if no sample has enough
+            reward.
+    """
+    sft, notes = config.sft, list[str]()
+    groups: list[Group] = []
+    with opened_problem(config) as problem:
+        loaded = load_policy(config, machine)
+        model_config = loaded.policy.module.config
+        problem = problem.fit(loaded.chat, model_config, notes.append)
+        problem.grader.use_chat(loaded.chat)
+        loaded.sampler.ready = problem.grader.start
+        sampler = problem.kind.sampler(loaded.sampler)
+        starts = problem.task.draw(config.seed, STEP, sft.count, first=0, before=0)
+        with Display(title="covey: samples") as display, display.progress("sampling", len(starts)) as advance:
+            for begin in range(0, len(starts), PIECE):
+                piece = starts[begin : begin + PIECE]
+                groups += problem.grader.grade(sampler.sample(piece, sft.samples_per_prompt, STEP))
+                advance(len(piece))
+    remedy = ", raise sft.samples_per_prompt or sft.count, or begin with another model"
+    return _examples(config, groups, sampler, model_config, notes, remedy)
+
+
+def examples_of_run(config: RunConfig) -> Data:
+    """The rollouts of a run with enough reward, or all samples on which a run of `covey sft` was trained.
+
+    The prompts of rollouts are encoded with the recipe's [chat] and [conversation].
+
+    Raises:
+        ConfigError: if the run has no tokens or those of another tokenizer, or no rollout has enough reward.
+    """
+    name = config.sft.data
+    reader = RunReader(user_path(name))
+    steps, samples_file = reader.rollout_steps(), reader.run_dir / EXAMPLES_FILE
+    if not samples_file.is_file() and not (steps and reader.has_tokens(steps[0])):
+        raise ConfigError(
+            f"sft.data: the run {name} has no rollouts with tokens, which covey train records with --record.tokens "
+            'true; or set sft.data = "samples"'
+        )
+    chat, model_config = load_chat(config.model)
+    if chat.tokenizer.get_vocab() != load_chat(name)[0].tokenizer.get_vocab():
+        raise ConfigError(f"sft.data: the tokens of {name} are of another tokenizer than that of {config.model}")
+    if samples_file.is_file():
+        return Data.of_samples(*read_back(samples_file), [])
+    notes = _differences(config, reader)
+    kind = build_rollout_kind(config)
+    try:
+        plain = LanguageSampler(None, chat.with_config(config.chat), 0, 1)  # type: ignore[arg-type]  # it samples nothing
+        sampler = kind.sampler(plain)
+    finally:
+        kind.close()
+    return _examples(config, _groups(reader, steps, sampler), sampler, model_config, notes, "")
+
+
+def _examples(
+    config: RunConfig,
+    groups: Iterable[Group],
+    sampler: LanguageSampler,
+    model_config: Any,
+    notes: Sequence[str],
+    remedy: str,
+) -> Data:
+    """The examples among graded groups."""
+    sft, groups = config.sft, list(groups)
+    chosen = select(groups, sft, sampler.prompt_of, remedy=remedy)
+    longest = longest_example(model_config, sft.max_tokens)
+    fitting = [sample for sample in chosen if longest is None or sample.example.tokens <= longest]
+    told = list(notes)
+    if len(fitting) < len(chosen):
+        place = next(sample.place for sample in chosen if sample not in fitting)
+        if sft.long_examples != "drop":
+            raise ConfigError(
+                f"{place} has more than {longest:,} tokens with its prompt: raise sft.max_tokens up to the model's "
+                'limit, or set sft.long_examples = "drop"'
+            )
+        if not fitting:
+            raise ConfigError(f"every example has more than {longest:,} tokens: raise sft.max_tokens")
+        told.append(f"{plural(len(chosen) - len(fitting), 'example')} of more than {longest:,} tokens left out")
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.reward is not None]
+    told.append(
+        f"{plural(len(chosen), 'example')} of {plural(len(rewards), 'graded sample')} (mean reward "
+        f"{sum(rewards) / len(rewards):.3g}), each with a reward of at least {sft.min_reward:g}"
+    )
+    if not sft.held_out_fraction:
+        return Data.of_samples(fitting, [], told)
+    one_prompt = (
+        "the examples have one prompt only, so none is left to hold out: sample more prompts, lower sft.min_reward, or "
+        "set sft.held_out_fraction = 0"
+    )
+    return Data.of_samples(*hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt), told)
+
+
+def _differences(config: RunConfig, reader: RunReader) -> list[str]:
+    """Notes on settings of prompts that differ from those of the run.
+
+    Raises:
+        ConfigError: if only one of them has conversations.
+    """
+    run = config_from_dict(reader.config() or {})
+    if not isinstance(run, RunConfig) or run.has_conversations != config.has_conversations:
+        raise ConfigError(
+            f"sft.data: one of the recipe and the run {config.sft.data} has conversations, and the other has not: give "
+            "the recipe the [conversation] table of the run"
+        )
+    same = (run.chat, run.conversation) == (config.chat, config.conversation)
+    return [] if same else ["the recipe has another [chat] or [conversation] than the run of the rollouts"]
+
+
+def _groups(reader: RunReader, steps: Sequence[int], sampler: LanguageSampler) -> Iterator[Group]:
+    """The recorded groups of a run as rollouts with tokens.
+
+    Raises:
+        ConfigError: if a record is damaged.
+    """
+    for step in steps:
+        try:
+            groups, _ = reader.groups(step)
+        except OSError as error:
+            raise ConfigError(f"the rollouts of step {step} in {reader.run_dir} cannot be read: {error}") from None
+        for group in groups:
+            try:
+                rollouts = [_rollout(line, sampler) for line in group.rollouts]
+                yield Group(Start(group.number, group.rollouts[0]["prompt"]), rollouts)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                where = Path(reader.run_dir) / f"step {step}, group {group.number}"
+                raise ConfigError(f"a rollout of {where} is damaged, or has no tokens") from None
+
+
+def _rollout(line: dict[str, Any], sampler: LanguageSampler) -> Rollout:
+    tokens = table(line["tokens"])
+    observation = text(line.get("observation"))
+    decided = [logprob is not None for logprob in tokens["logprobs"]]
+    return Rollout(
+        context=sampler.context_of(line["prompt"], observation),
+        actions=[int(token) for token in tokens["ids"]],
+        behavior_logprobs=[0.0] * len(decided),
+        end=EndReason(line["end"]),
+        text=text(line["text"]),
+        decided=decided,
+        messages=line.get("messages"),
+        observation=observation,
+        reward=number(line["reward"]),
+        reward_parts=table(line.get("reward_parts")),
+    )

@@ -1,43 +1,140 @@
-"""What the builders of `covey sft` and of `covey reward-model train` share."""
+"""What `covey sft` and `covey reward-model train` share: a training on examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.config import ConfigError
+from covey.config.common import CheckpointConfig
+from covey.config.model_sources import MODEL_FOLDER
 from covey.experiment.advice import Finished
-from covey.experiment.build import Evaluation
+from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed
+from covey.runtime.device import Machine, build_machine, environment
+from covey.runtime.distributed import ALONE
 from covey.tracking.console import Display, describe_size
 from covey.tracking.diagnosis import conclusion
+from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, read_metrics
-from covey.tracking.wording import Wording
 from covey.train.metrics import Clock
+from covey.train.state import Limits
+from covey.train.supervised import SupervisedRun, Trainer, train_supervised
 
 
-class SupervisedBuilder:
-    """Builder of a training on examples; a base of `covey.experiment.build.ExperimentBuilder`."""
+class SupervisedBuilder(ExperimentBuilder):
+    """Builder of a training on examples. `algorithm_name` is also the first part of its metrics' names."""
 
-    name = "language"
+    command: str  # its words, such as "sft"
+    patience: int  # epochs without a lower held-out loss, after which training ends; 0: never
     score_kind = "score"
     score_name = "loss"
     has_rollouts = False
     show_rollouts_every = 0
-    wording: Wording
-    prefix: str  # first part of its metrics' names
+
+    def __init__(self, config: Any, data: Any, machine: Machine) -> None:
+        """`data` is what `read` returns."""
+        self.config, self.data, self.machine = config, data, machine
+
+    @classmethod
+    def read(cls, config: Any, run_dir: Path) -> Any:
+        """The data of a training that is resumed; `inputs` has the checksums by which it knows them.
+
+        Raises:
+            ConfigError: for the first mistake in the config or the data.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def resume(cls, run_dir: Path) -> RunResult | None:
+        """Continue a stopped training exactly, from its last checkpoint.
+
+        Returns:
+            the content of summary.json; None if it was stopped again.
+
+        Raises:
+            ConfigError: if there is none, it is finished, or its settings or data have changed.
+        """
+        with resumed(ALONE, run_dir, cls.command) as job:
+            if job.store.finished():
+                raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
+            data = cls.read(job.config, job.store.run_dir)
+            job.refuse_changed(data.inputs)
+            config: Any = job.config
+            machine = build_machine(config.device, config.precision, config.threads)
+            return job.run(cls(config, data, machine), data.inputs)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of examples."""
+        raise NotImplementedError
+
+    @property
+    def per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        raise NotImplementedError
+
+    def experiment(
+        self,
+        store: RunStore,
+        display: Display,
+        *,
+        trainer: Trainer,
+        batches: Callable[[int], Iterator[Any]],
+        measured: Callable[[], dict[str, float]],
+        collect: Callable[[], Callable[[Path], None]],
+        facts: Callable[[], dict[str, Any]],
+        backend: dict[str, Any],
+        checkpoint: CheckpointConfig,
+    ) -> Experiment:
+        """The components of the training.
+
+        Args:
+            trainer: the model with its optimizer.
+            batches: the batches after so many steps.
+            measured: the held-out metrics of the model; {} without held-out examples.
+            collect: returns a function that writes the model into the run folder.
+            facts: further keys of the summary.
+            backend: what computes the model, as far as bits depend on it.
+            checkpoint: when checkpoints are written, and which are kept.
+        """
+        evaluation = HeldOutExamples(self, measured, self.per_epoch, display)
+        parts = SupervisedRun(
+            name=self.algorithm_name,
+            trainer=trainer,
+            batches=batches,
+            steps_per_epoch=self.per_epoch,
+            evaluate=evaluation.due,
+            observers=(store, display),
+            checkpoints=build_checkpoints(store, checkpoint.keep, best=checkpoint.best),
+        )
+        limits = Limits(
+            steps=self.config.steps,
+            checkpoint_every=checkpoint.every,
+            patience=self.patience or math.inf,
+            keep_best=checkpoint.best,
+            score_metric=f"{self.algorithm_name}/held_out_loss",
+            lower_is_better=True,
+        )
+        machine = environment(self.machine.device, self.machine.dtype) | backend
+        return Experiment(
+            parts, limits, evaluation.measure, collect, machine,
+            lambda: facts() | {"examples": self.counts} | self._losses(store), train_supervised,
+        )  # fmt: skip
 
     def tracked(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        return {f"{self.prefix}/held_out_{name}": value for name, value in _measured(evaluations).items()}
+        return {f"{self.algorithm_name}/held_out_{name}": value for name, value in _measured(evaluations).items()}
 
     def results(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> dict[str, Any]:
         losses = {"before": _measured(before).get("loss"), "after": _measured(after).get("loss")}
         return {"evaluations": [], "held_out_loss": losses}
 
-    def losses(self, store: RunStore) -> dict[str, Any]:
+    def _losses(self, store: RunStore) -> dict[str, Any]:
         """The losses of the first and of the last step, for the summary."""
-        records = [record for record in read_metrics(store.run_dir) if f"{self.prefix}/loss" in record]
-        ends = {"first": records[:1], "last": records[-1:]}
-        return {"loss": {name: record[f"{self.prefix}/loss"] for name, found in ends.items() for record in found}}
+        name = f"{self.algorithm_name}/loss"
+        losses = [record[name] for record in read_metrics(store.run_dir) if name in record]
+        return {"loss": {"first": losses[0], "last": losses[-1]} if losses else {}}
 
     def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
         """Show the result in one sentence, and the diagnosis."""
@@ -50,12 +147,6 @@ class SupervisedBuilder:
 
     def draw(self, store: RunStore) -> None:
         """Nothing to draw."""
-
-    def drawable(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def _measured(evaluations: Sequence[Evaluation]) -> dict[str, float]:

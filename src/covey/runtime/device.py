@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -125,6 +126,31 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
             libc = ctypes.CDLL(None)
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
     return tensor
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Device and precision of a run."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def describe(self) -> str:
+        """Such as "cpu, bfloat16"."""
+        return f"{self.device.type}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def build_machine(device: str, precision: str, threads: int) -> Machine:
+    """Choose device and precision, and set the number of threads.
+
+    Raises:
+        ConfigError: if the device does not exist.
+    """
+    set_threads(threads)
+    keep_freed_memory()
+    limit_kernel_caches()
+    chosen = choose_device(device)
+    return Machine(chosen, choose_precision(precision, chosen))
 
 
 def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
 
+from covey.config import ReplayConfig
 from covey.data import Batch, Group, Start, Stateful, Stateless, collate
 from covey.data.serialization import for_learning, from_state, to_state
 from covey.train.prepare import Prepared
@@ -110,6 +111,11 @@ class RecentGroups:
             start = Start(one["index"], None, weight=one["weight"])
             group = Group(start, [next(rollouts) for _ in range(one["rollouts"])])
             self._kept.append(_Kept(group, one["step"], one["uses"]))
+
+
+def build_replay(replay: ReplayConfig) -> Replay:
+    """The groups of earlier steps that a step learns from again."""
+    return RecentGroups(**vars(replay)) if replay.groups else NoReplay()
 
 
 def joined(groups: list[Group], replayed: list[Group]) -> Batch:

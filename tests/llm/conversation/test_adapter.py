@@ -9,8 +9,7 @@ import pytest
 
 from covey.config import ConfigError, ConversationConfig, EnvironmentTaskConfig, RewardConfig, RunConfig
 from covey.data import Start
-from covey.experiment.conversations import build_rollout_kind
-from covey.experiment.problem import build_problem
+from covey.experiment.problem import build_problem, build_rollout_kind
 from covey.llm.conversation.adapter import WrongEnvironment, function_schema
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.environment import HostedEnvironment, check_options, style_of

@@ -10,8 +10,7 @@ from covey.config import ConversationConfig, LossConfig, RewardConfig, RunConfig
 from covey.config.common import ConfigError
 from covey.core.baselines import group_centered
 from covey.data import EndReason, Group, Start, collate
-from covey.experiment.conversations import build_rollout_kind
-from covey.experiment.problem import build_problem
+from covey.experiment.problem import build_problem, build_rollout_kind
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import Conversation, Limits
 from covey.llm.conversation.styles import Style

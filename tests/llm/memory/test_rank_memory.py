@@ -17,7 +17,7 @@ from covey.config import (
     UpdateConfig,
 )
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.experiment.memory_of_ranks import must_shard
+from covey.experiment.plan import must_shard
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.memory.rank_memory import (
@@ -181,7 +181,7 @@ def test_the_smallest_of_all_weights_and_an_adapter_that_needs_sharding(monkeypa
     needed = {config: 20 * SMOLLM2.parameters, adapted: 2 * SMOLLM2.parameters + 18 * adapter}
     for one, size in needed.items():
         for memory, must in ((int(size / 0.69), False), (int(size / 0.71), True)):
-            monkeypatch.setattr("covey.experiment.memory_of_ranks.memory_bytes", lambda memory=memory: memory)
+            monkeypatch.setattr("covey.experiment.plan.memory_bytes", lambda memory=memory: memory)
             assert must_shard(one, Alone()) is must
 
 

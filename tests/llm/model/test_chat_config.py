@@ -9,10 +9,11 @@ import pytest
 
 from covey.config import ArithmeticConfig, ChatConfig, ConfigError, RunConfig, SamplingConfig
 from covey.config.rules import validate
-from covey.experiment.inference import sample_model
-from covey.experiment.llm import build_machine, load_policy
+from covey.experiment.evaluation import sample_model
+from covey.experiment.models import load_policy
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.tasks.prompt_limit import PromptLimit
+from covey.runtime.device import build_machine
 from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
 TEMPLATE = (

@@ -22,10 +22,10 @@ from covey.cli.main import main
 from covey.config import ConfigError
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.recipe import config_from_dict, read_tables
-from covey.experiment import inference
-from covey.experiment.llm import Machine
+from covey.experiment import evaluation
 from covey.llm.model import pretrained as hub
 from covey.llm.model.loading import load_model
+from covey.runtime.device import Machine
 from helpers.tiny_models import tiny_folder, tiny_gguf
 
 CPU = torch.device("cpu")
@@ -403,7 +403,7 @@ def test_a_run_is_measured_in_its_own_precision(source, options, precision, plac
         asked.append(given[1])
         return Machine(CPU, torch.float32)
 
-    monkeypatch.setattr(inference, "build_machine", build_machine)
+    monkeypatch.setattr(evaluation, "build_machine", build_machine)
     task = ["--task", "arithmetic", "--digits", "1"] if source == "folder" else []
     assert main(["eval", places[source], "--problems", "2", "--max-new-tokens", "2", *task, *options]) == 0
     if not options:

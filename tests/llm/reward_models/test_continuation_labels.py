@@ -15,7 +15,7 @@ from covey.cli.main import main
 from covey.config import ConfigError, RewardConfig
 from covey.config.recipe import config_from_dict
 from covey.data import EndReason, Group, Rollout, Start
-from covey.experiment.reward_data import verifier_of
+from covey.experiment.reward_models import verifier_of
 from covey.llm.data.reward_examples import Steps, read_examples
 from covey.llm.generation.generator import Completion, GenerationRequest, GenerationResult, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator

@@ -20,8 +20,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of
-from covey.llm.sft.samples import read_back, select, tokens_of, written
+from covey.llm.sft.encoding import EncodedExample, ExampleEncoder, batch_of, read_back, select, tokens_of, written
 from helpers.chat_models import tiny_chat
 from helpers.in_threads import EnvironmentThreads
 from helpers.tiny_models import tiny_model

@@ -77,7 +77,7 @@ def test_a_line_that_is_too_long_is_named_by_check_and_before_a_run_loads_its_mo
     held_out = write(tmp_path / "held.jsonl", [asked(record) for record in rows(1, count=2)])
     other = config(write(tmp_path / "fine.jsonl", map(asked, rows()[4:])), model, held_out=held_out)
     loaded = []
-    monkeypatch.setattr("covey.experiment.llm.load_model", lambda *args, **kwargs: loaded.append(args))
+    monkeypatch.setattr("covey.experiment.models.load_model", lambda *args, **kwargs: loaded.append(args))
     for recipe, where in ((long, r"train\.jsonl line 18"), (other, r"held\.jsonl line 2")):
         for use in (check, run):
             said = rf"{where}: a prompt of {300 + chat} tokens .* exceed the model's 256 positions.*long_prompts"

@@ -25,7 +25,6 @@ from covey.config.files import make_folder, path_error, user_path
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.servers import ServeOptions, VllmOptions, default_token_file, hide
 from covey.config.terminal import say
-from covey.experiment.llm import build_machine
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import LoadedModel, load_model, model_folder, resolve_checkpoint
 from covey.llm.policy import LanguagePolicy
@@ -33,6 +32,7 @@ from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.proof import probe
 from covey.llm.remote.weights import FileTransport, dtype_name, private_folder, private_folders
+from covey.runtime.device import build_machine
 from covey.runtime.variables import cache_folder
 
 NAME = "policy"  # of the model in vLLM's routes

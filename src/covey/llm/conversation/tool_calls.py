@@ -67,7 +67,7 @@ class ParsedTurn:
 def find_format(template: str | None) -> str:
     """The format of the calls that a chat template shows to the model; `fenced` if it shows none that is known.
 
-    A model whose format is `fenced` is told of its tools by `tool_prompt.with_tools`.
+    A model whose format is `fenced` is told of its tools by `styles.with_tools`.
     """
     text = template or ""
     if "<tool_call>" in text:
