@@ -34,7 +34,7 @@ from covey.train.state import Components, LoopConfig, Progress
 NOTHING, ROLLOUTS, TOKENS = "nothing", "rollouts", "rollouts and tokens"
 
 
-class RecordNothing:
+class RecordNothing(RolloutRecorder):
     """A recorder that computes nothing."""
 
     def credits(self, collected: StepGroups, prepared: Prepared) -> list[list[RolloutCredit]]:

@@ -219,7 +219,7 @@ def test_combinations_without_meaning_are_refused():
         (config("dr_grpo"), "dr_grpo does not divide by the deviation of a group"),
         (config("ppo"), "ppo does not divide"),
         (config("reinforce_pp"), "choose grpo, dapo, gspo or cispo"),
-        (config(credit="process"), "compares whole completions, but loss.credit is 'process'"),
+        (config(credit="process"), "compares whole completions, and loss.credit is 'process'"),
         (config(kl_estimator="k1"), 'set kl_estimator = "k3"'),
     ]:
         with pytest.raises(ConfigError, match=message):

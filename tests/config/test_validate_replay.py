@@ -23,7 +23,7 @@ from covey.config.recipe import read_recipe
 from covey.config.rules import validate
 from covey.experiment.algorithm import build_algorithm
 from covey.experiment.llm import build_llm_algorithm
-from covey.train.replay import NoReplay, RecentGroups, build_replay
+from covey.train.replay import RecentGroups, Replay, build_replay
 
 ON = ReplayConfig(groups=4)
 LANGUAGE = RunConfig(task=ArithmeticConfig(), replay=ON)
@@ -122,7 +122,7 @@ def test_control_has_importance_weights_as_language_models_have_them():
 
 
 def test_what_is_built():
-    assert isinstance(build_replay(ReplayConfig()), NoReplay)
+    assert type(build_replay(ReplayConfig())) is Replay
     built = build_replay(ReplayConfig(groups=3, max_age=7, max_uses=2))
     assert isinstance(built, RecentGroups)
     assert (built.groups, built.max_age, built.max_uses) == (3, 7, 2)

@@ -12,7 +12,7 @@ from covey.algorithms import grpo
 from covey.control.branch_sampler import BranchSampler
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import NoScaling
+from covey.control.reward_scaling import RewardScale
 from covey.control.tasks import ResetSeeds
 from covey.data import Group, Rollout, Start, collate
 from covey.runtime.rng import BRANCHING, SAMPLING, uniforms
@@ -41,7 +41,7 @@ def sampler_on(
     environments, trunks = (toy_envs.made(name, count, copies_states=True) for count in (starts * size, starts))
     policy = toy_envs.policy_for(environments, spread=spread)
     return BranchSampler(
-        policy, environments, seed, NoScaling(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions
+        policy, environments, seed, RewardScale(), GAMMA, trunks=trunks, horizon=horizon, decisions=decisions
     )
 
 
@@ -224,7 +224,7 @@ def test_what_was_used_of_the_environment_is_counted() -> None:
 def test_what_branches_saw_moves_the_scale_of_observations() -> None:
     environments, trunks = toy_envs.made("CartPole-v1", 4), toy_envs.made("CartPole-v1", 2)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = BranchSampler(policy, environments, SEED, NoScaling(), GAMMA, trunks=trunks, horizon=5, decisions=1)
+    sampler = BranchSampler(policy, environments, SEED, RewardScale(), GAMMA, trunks=trunks, horizon=5, decisions=1)
     batch = collate(sample(sampler))
     assert policy.normaliser.count == 0
     assert torch.allclose(policy.evaluate(batch).logprobs_BT, batch.behavior_logprobs_BT, atol=1e-5)

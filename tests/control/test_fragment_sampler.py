@@ -12,7 +12,7 @@ import torch
 
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlCritic
-from covey.control.reward_scaling import NoScaling
+from covey.control.reward_scaling import RewardScale
 from covey.control.sampler import FragmentSampler
 from covey.control.tasks import ResetSeeds
 from covey.data import Batch, EndReason, Group, collate
@@ -42,7 +42,7 @@ def environments(request: pytest.FixtureRequest) -> Iterator[Environments]:
 
 def sampler_of(environments: Environments, steps: int = STEPS, seed: int = 5) -> FragmentSampler:
     policy = toy_envs.policy_for(environments, spread=0.0)  # every action as likely as any other
-    return FragmentSampler(policy, environments, seed, NoScaling(), 0.9, steps=steps)
+    return FragmentSampler(policy, environments, seed, RewardScale(), 0.9, steps=steps)
 
 
 def sample(sampler: FragmentSampler, step: int) -> list[Group]:
@@ -162,7 +162,7 @@ def test_the_policy_that_sampled_is_the_one_that_learns() -> None:
     """The scale of observations stands still during a step and moves at its end, by what the step saw."""
     environments = toy_envs.made("CartPole-v1", 4)
     policy = toy_envs.policy_for(environments, normalised=True)
-    sampler = FragmentSampler(policy, environments, 1, NoScaling(), 0.9, steps=30)
+    sampler = FragmentSampler(policy, environments, 1, RewardScale(), 0.9, steps=30)
     seen = []
     for step in range(1, 4):
         groups = sample(sampler, step)

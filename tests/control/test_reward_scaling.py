@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from covey.control.branch_sampler import BranchSampler
-from covey.control.reward_scaling import ClipReward, NoScaling, RunningStdScaling
+from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
 from covey.control.sampler import EpisodeSampler, FragmentSampler
 from covey.control.tasks import ResetSeeds
 from covey.data import EndReason, Group
@@ -91,7 +91,7 @@ def test_clipped_and_as_paid() -> None:
     rewards_NT = np.array([[-7.0, 0.5, 3.0]])
     whole = everything((1, 3))
     assert ClipReward().scale(rewards_NT, whole, whole).tolist() == [[-1.0, 0.5, 1.0]]
-    assert NoScaling().scale(rewards_NT, whole, whole).tolist() == [[-7.0, 0.5, 3.0]]
+    assert RewardScale().scale(rewards_NT, whole, whole).tolist() == [[-7.0, 0.5, 3.0]]
 
 
 def rollouts_of(groups: list[Group]) -> list:

@@ -9,7 +9,7 @@ import pytest
 
 from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import NoScaling
+from covey.control.reward_scaling import RewardScale
 from covey.control.rollout_buffer import ActionRng, collect_episodes
 from covey.control.sampler import EpisodeSampler
 from covey.control.tasks import ResetSeeds, reset_seeds
@@ -33,7 +33,7 @@ def sample(
     environments: Any, step: int = 1, seed: int = SEED, policy: ControlPolicy | None = None, starts: int = STARTS
 ) -> list[Group]:
     policy = policy or toy_envs.policy_for(environments, spread=1.0)
-    sampler = EpisodeSampler(policy, environments, seed, NoScaling(), 1.0)
+    sampler = EpisodeSampler(policy, environments, seed, RewardScale(), 1.0)
     return sampler.sample(ResetSeeds().draw(seed, step, starts), SIZE, step)
 
 
@@ -55,7 +55,7 @@ def assert_same(groups: list[Group], others: list[Group]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_four_rollouts_are_two_and_two_more(name: str) -> None:
     environments = toy_envs.made(name, 3)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments, spread=1.0), environments, SEED, NoScaling(), 1.0)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments, spread=1.0), environments, SEED, RewardScale(), 1.0)
     starts = ResetSeeds().draw(SEED, 1, STARTS)
     whole = sampler.sample(starts, 4, 1)
     assert_same(sampler.sample(starts, 2, 1), [Group(group.start, group.rollouts[:2]) for group in whole])
@@ -185,7 +185,7 @@ def test_time_limits_and_deaths_are_told_apart() -> None:
 
 def test_the_reward_is_the_discounted_return_and_the_score_the_plain_one() -> None:
     environments = toy_envs.made(COUNTING, 12)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, NoScaling(), 0.5)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, RewardScale(), 0.5)
     for rollout in rollouts_of(sampler.sample(ResetSeeds().draw(SEED, 1, STARTS), SIZE, 1)):
         assert rollout.score == sum(rollout.step_rewards)
         assert rollout.reward == pytest.approx(sum(0.5**t * r for t, r in enumerate(rollout.step_rewards)))
@@ -193,13 +193,13 @@ def test_the_reward_is_the_discounted_return_and_the_score_the_plain_one() -> No
 
 def test_what_was_used_of_the_environment_is_counted() -> None:
     environments = toy_envs.made(COUNTING, 4, action_repeat=2)
-    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, NoScaling(), 1.0)
+    sampler = EpisodeSampler(toy_envs.policy_for(environments), environments, SEED, RewardScale(), 1.0)
     steps = 0
     for step in (1, 2):
         rollouts = rollouts_of(sampler.sample(ResetSeeds().draw(SEED, step, STARTS), SIZE, step))
         steps += sum(int(rollout.context[0, 1]) for rollout in rollouts)
     assert sampler.counters() == {"environment/steps": steps, "environment/episodes": 2 * STARTS * SIZE}
-    again = EpisodeSampler(sampler.policy, environments, SEED, NoScaling(), 1.0)
+    again = EpisodeSampler(sampler.policy, environments, SEED, RewardScale(), 1.0)
     again.load_state_dict(sampler.state_dict())
     assert again.counters() == sampler.counters()
 

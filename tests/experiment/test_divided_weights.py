@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from covey.config import ConfigError, LoRAConfig, RunConfig
+from covey.data import Team
 from covey.experiment.models import adapt, check_same_weights
 from covey.llm.model.lora import BASE_FILE, base_of
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import Alone, ShardedTeam
+from covey.runtime.distributed import ShardedTeam
 from covey.runtime.sharding import is_sharded
 from helpers import sharded_adapters
 from helpers.rank_cases import start_ranks
@@ -42,7 +43,7 @@ def one_rank() -> Iterator[ShardedTeam]:
 def test_policy_reference_and_critic_compute_as_with_whole_weights(
     one_rank: ShardedTeam, tmp_path: Path, config: RunConfig, kind: str, dtype: str
 ) -> None:
-    alone = Alone(SHARDS)
+    alone = Team(SHARDS)
     expected = found(build(alone, config, kind, dtype), alone, tmp_path / "whole")
     models = build(one_rank, config, kind, dtype)
     assert found(models, one_rank, tmp_path / "sharded") == expected
@@ -90,7 +91,7 @@ def test_two_ranks_have_half_of_the_frozen_weights_and_the_bits_of_one(tmp_path:
     finish(start_ranks(words, 2, tmp_path, PYTHONPATH=os.pathsep.join(sys.path)))
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for name, config in (("plain", CONFIG), ("refreshed", REFRESHED)):
-        alone = Alone(SHARDS)
+        alone = Team(SHARDS)
         models = build(alone, config, kind, dtype)
         _, whole = frozen_numbers(models)
         expected = found(models, alone, tmp_path / f"whole-{name}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.runtime.distributed import Alone, GradientTree
+from covey.data import Team
+from covey.runtime.distributed import GradientTree
 
 
 def tree_sum(values: list[torch.Tensor]) -> torch.Tensor:
@@ -32,7 +33,7 @@ def test_gradients_are_added_in_the_order_of_a_binary_tree(count: int) -> None:
 
 
 def test_one_rank_is_the_identity() -> None:
-    team, tensor = Alone(4), torch.ones(3)
+    team, tensor = Team(4), torch.ones(3)
     team.sum([tensor])
     assert tensor.tolist() == [1.0] * 3
     assert team.exchange(b"message") == [b"message"]

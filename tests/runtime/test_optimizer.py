@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from covey.config import ConfigError
+from covey.data import Team
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.distributed import Alone
 from covey.runtime.optimizer import MasterAdamW, total_norm
 from covey.train.gather import own_shards
 from helpers.thread_team import on_ranks
@@ -296,7 +296,7 @@ def stepped(team, module):
 
 def test_every_rank_has_the_new_parameters():
     module = make_module(torch.bfloat16)  # outside of the threads, which share the global random generator
-    expected = stepped(Alone(2), module)
+    expected = stepped(Team(2), module)
     for found in on_ranks(2, 2, lambda team: stepped(team, module)):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -21,7 +21,7 @@ from covey.config import LossBase, RunConfig
 from covey.config.llm import IterationConfig, ReferenceConfig
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
-from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.data import Batch, EndReason, Group, ReferenceUpdater, Rollout, Start, collate
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient
 from covey.experiment.llm import build_reference_updater
 from covey.runtime.ema import EMAWeights
@@ -31,7 +31,7 @@ from covey.train.collect import fixed_size
 from covey.train.controllers import Coefficient
 from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
-from covey.train.state import Components, LoopConfig, NeverUpdate, load_checkpoint
+from covey.train.state import Components, LoopConfig, load_checkpoint
 from helpers.loop_world import PolicyWorld, go
 from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
 from helpers.updates import one_update
@@ -51,7 +51,7 @@ def build(
 ):
     policy = ToyPolicy(seed=None)
     world, reference = PolicyWorld(policy), ToyPolicy(seed=None)
-    updater = NeverUpdate() if share is None else EMAWeights(reference.module, policy.module, share, every=every)
+    updater = ReferenceUpdater() if share is None else EMAWeights(reference.module, policy.module, share, every=every)
     algorithm, optimizer = grpo(kl=penalty), MasterAdamW(policy.module, lr=0.05)
     kl_coefficient = kl_coefficient or Coefficient(penalty.coefficient)
     learner = PolicyLearner(

@@ -12,7 +12,7 @@ import torch
 from covey.algorithms import Algorithm, dapo, grpo, ppo
 from covey.algorithms.advantages import process
 from covey.data import EndReason, Group, Rollout, RolloutCredit, Start, Team, TokenTable, collate
-from covey.runtime.distributed import ALONE, Alone
+from covey.runtime.distributed import ALONE
 from covey.train.collect import StepGroups
 from covey.train.loop import train
 from covey.train.prepare import prepare_batch, prepare_rows
@@ -210,7 +210,7 @@ def test_without_a_reference_there_are_no_reference_log_probabilities():
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_record_what_one_records(size: int):
     made = [group(index, [index, 0, 1 + index % 2, None], length=1 + index) for index in range(5)]
-    alone = tables(made, team=Alone(4))
+    alone = tables(made, team=Team(4))
     for found in on_ranks(size, 4, lambda team: tables(made, team=team)):
         assert found == alone
 

@@ -27,8 +27,8 @@ from covey.runtime.optimizer import MasterAdamW
 from covey.train.learners import UpdatePlan
 from covey.train.loop import train
 from covey.train.prepare import Prepared, prepare_rows
-from covey.train.replay import NoReplay, RecentGroups, joined
-from covey.train.selection import FromTheData
+from covey.train.replay import RecentGroups, Replay, joined
+from covey.train.selection import PromptSelection
 from covey.train.state import Progress, load_checkpoint
 from helpers.enumeration import COMPLETIONS, PROMPTS, ListedPolicy, graded, probabilities, summed, true_gradient
 from helpers.gradients import make
@@ -317,7 +317,7 @@ def test_a_reference_that_only_measures_the_kl_evaluates_no_replayed_rows():
 # ---- in the loop ----
 
 
-class Followed(FromTheData):
+class Followed(PromptSelection):
     """A selection that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ def run_loop(replay: Any, steps: int = 4, **changes: Any) -> tuple[World, Any, P
 def test_records_selection_and_progress_count_the_rollouts_of_the_step_alone():
     selection = Followed()
     world, _, progress = run_loop(RecentGroups(groups=2, max_age=2), selection=selection)
-    alone, _, expected = run_loop(NoReplay())
+    alone, _, expected = run_loop(Replay())
     assert [metrics["replay/groups"] for _, metrics, _ in world.recorded] == [0, 2, 2, 2]
     assert [metrics["decisions/trained"] for _, metrics, _ in world.recorded] == [8, 16, 16, 16]
     assert selection.told == [2] * 4

@@ -11,7 +11,7 @@ import torch
 from covey.algorithms.presets import ALGORITHMS
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.train.prepare import prepare_rows
-from covey.train.selection import ByExpectedSignal, FromTheData
+from covey.train.selection import ByExpectedSignal, PromptSelection
 
 RATES = {"known": 0.98, "half": 0.5, "impossible": 0.0}
 
@@ -77,7 +77,7 @@ def test_the_floor_bounds_what_is_left_out():
 
 def test_without_selection_the_draws_are_those_of_the_task():
     task = Kinds()
-    assert FromTheData().draw(task, 3, 2, 5, first=4, before=9) == task.draw(3, 2, 5, first=4, before=9)
+    assert PromptSelection().draw(task, 3, 2, 5, first=4, before=9) == task.draw(3, 2, 5, first=4, before=9)
 
 
 def test_starts_are_numbered_as_the_step_needs_them():

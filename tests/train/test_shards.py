@@ -14,7 +14,6 @@ from covey.algorithms import Algorithm, HighCovariance, KLInLoss, KLInReward, KL
 from covey.config import RunError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
-from covey.runtime.distributed import Alone
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import GroupSource
 from covey.train.gather import fill_rows, gather_groups, own_shards, shard_rows, share
@@ -88,7 +87,7 @@ def trained(team: Team, name: str) -> tuple[dict[str, float], dict[str, torch.Te
 @pytest.mark.parametrize("shards", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
-    metrics, masters = trained(Alone(shards), name)
+    metrics, masters = trained(Team(shards), name)
     for size in (2, 4):
         for found, weights in on_ranks(size, shards, lambda team: trained(team, name)):
             assert found == metrics
@@ -98,8 +97,8 @@ def test_several_ranks_have_the_bits_of_one(name: str, shards: int) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp", "ppo"])
 def test_shards_change_the_gradient_by_rounding_alone(name: str) -> None:
-    metrics, masters = trained(Alone(1), name)
-    found, weights = trained(Alone(4), name)
+    metrics, masters = trained(Team(1), name)
+    found, weights = trained(Team(4), name)
     assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     for key, master in masters.items():
         torch.testing.assert_close(weights[key], master, rtol=1e-4, atol=1e-5)
@@ -132,7 +131,7 @@ def test_long_groups_are_balanced_by_short_ones() -> None:
 @given(st.integers(0, 20), st.sampled_from([1, 2, 4, 8]))
 @example(3, 8)
 def test_starts_are_shared_evenly_and_in_order(items: int, count: int) -> None:
-    parts = share(items, Alone(count))
+    parts = share(items, Team(count))
     assert [i for part in parts for i in range(items)[part]] == list(range(items))
     assert max(len(range(items)[part]) for part in parts) - min(len(range(items)[part]) for part in parts) <= 1
 
@@ -178,7 +177,7 @@ def test_each_rank_samples_its_own_starts_and_has_the_groups_of_all() -> None:
         return world.calls, [(g.start.index, g.rollouts[0].reward, g.rollouts[0].actions) for g in groups]
 
     everything = [(index, index / 3, [index, 1]) for index in range(5)]
-    assert collected(Alone(4)) == ([[0], [1], [2], [3, 4]], everything)
+    assert collected(Team(4)) == ([[0], [1], [2], [3, 4]], everything)
     assert on_ranks(2, 4, collected) == [([[0], [1]], everything), ([[2], [3, 4]], everything)]
     assert Counter(map(str, on_ranks(8, 8, collected)))[str(([[]], everything))] == 3  # more shards than starts
 

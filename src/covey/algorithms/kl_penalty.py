@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,71 +29,41 @@ KLEstimator = Callable[[Tensor, Tensor], Tensor]  # logprobs_BT, reference_logpr
 LOG_KL_EVERY = 8
 
 
-class KLPlacement(Protocol):
-    """Placement of a KL penalty, and the rows that the reference has to evaluate for it."""
+@dataclass(frozen=True)
+class KLPlacement:
+    """Placement of a KL penalty, and the rows that the reference has to evaluate for it; this one only logs the KL."""
 
-    @property
-    def estimator(self) -> KLEstimator:
-        """The estimator of the KL."""
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric that an adaptive controller of the coefficient reads."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the penalty needs a reference policy."""
-
-    @property
-    def in_loss(self) -> bool:
-        """True if the KL is a term of the loss, with a gradient of its own."""
+    estimator: KLEstimator = kl.k3
+    metric = "kl"  # that an adaptive controller of the coefficient reads
+    needs_reference = False
+    in_loss = False  # True if the KL is a term of the loss, with a gradient of its own
 
     def rows_for_reward(self, batch: Batch) -> Tensor:
         """Bool [B]: the rows that the reference evaluates before the advantages are computed."""
-
-    def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
-        """Bool [B]: the rows that the reference evaluates after that; `kept_B` marks the rows of the update."""
-
-    def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
-        """The batch with coefficient * KL subtracted from the rewards."""
-
-    def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
-        """loss_BT + coefficient * kl_BT."""
-
-    def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
-        """kl_BT of the policy's output, in nats, by the name of its metric; empty if the output has none."""
-
-
-@dataclass(frozen=True)
-class _NoKL:
-    """No penalty; base class with the defaults of all placements."""
-
-    estimator: KLEstimator = kl.k3
-    metric = "kl"
-    needs_reference = False
-    in_loss = False
-
-    def rows_for_reward(self, batch: Batch) -> Tensor:
         return torch.zeros_like(batch.valid_B)
 
     def rows_for_loss(self, batch: Batch, kept_B: Tensor) -> Tensor:
+        """Bool [B]: the rows that the reference evaluates after that; `kept_B` marks the rows of the update."""
         return batch.valid_B & batch.fresh_B & (batch.group_B % LOG_KL_EVERY == 0)
 
     def penalise(self, batch: Batch, reference_logprobs_BT: Tensor, coefficient: float) -> Batch:
+        """The batch with coefficient * KL subtracted from the rewards."""
         return batch
 
     def add(self, loss_BT: Tensor, output: PolicyOutput, batch: Batch, coefficient: float) -> Tensor:
+        """loss_BT + coefficient * kl_BT."""
         return loss_BT
 
     def measured(self, output: PolicyOutput) -> dict[str, Tensor]:
+        """kl_BT of the policy's output, in nats, by the name of its metric; empty if the output has none."""
         return {}
 
 
-NO_KL: KLPlacement = _NoKL()
+NO_KL = KLPlacement()
 
 
 @dataclass(frozen=True)
-class KLInReward(_NoKL):
+class KLInReward(KLPlacement):
     """KL to the reference, subtracted from each decision's reward: DeepSeekMath (arXiv 2402.03300), eq. 2.
 
     It has no gradient of its own.
@@ -126,7 +95,7 @@ class KLInReward(_NoKL):
 
 
 @dataclass(frozen=True)
-class KLInLoss(_NoKL):
+class KLInLoss(KLPlacement):
     """KL to the reference as a term of the loss: DeepSeekMath (arXiv 2402.03300), eq. 3 and 4.
 
     `kl.exact` needs a policy whose output has the log-probability of every action.
@@ -148,7 +117,7 @@ class KLInLoss(_NoKL):
 
 
 @dataclass(frozen=True)
-class KLToBehavior(_NoKL):
+class KLToBehavior(KLPlacement):
     """KL(pi_old || pi) to the behavior policy as a term of the loss: PPO (arXiv 1707.06347), eq. 8.
 
     The decisions are sampled from pi_old, so the estimators are unbiased for this direction.
@@ -168,7 +137,7 @@ class KLToBehavior(_NoKL):
 
 
 @dataclass(frozen=True)
-class KLFromOutput(_NoKL):
+class KLFromOutput(KLPlacement):
     """Exact KL to the reference as a term of the loss, computed in the policy's forward pass (`PolicyOutput.kl_BT`).
 
     For language models, because the log-probabilities of the whole vocabulary are too large to store.

@@ -5,20 +5,20 @@ Shape legend: N slots, T steps.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from covey.control.nets.mlp import RunningMeanStd
-from covey.data import Stateful, Stateless
+from covey.data import Stateless
 
 LIMIT = 10.0  # standard deviations
 
 
-class RewardScale(Stateful, Protocol):
-    """Scales the environment's rewards for training. Scores keep the environment's units."""
+class RewardScale(Stateless):
+    """Scales the environment's rewards for training; this class leaves them. Scores keep the environment's units."""
 
     def scale(
         self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
@@ -27,24 +27,14 @@ class RewardScale(Stateful, Protocol):
 
         The other entries (finished slots, resets) have no reward and do not count in the statistics.
         """
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the running state; may be empty."""
-
-
-class NoScaling(Stateless):
-    """Rewards without scaling."""
-
-    def scale(
-        self, rewards_NT: NDArray[np.float64], ended_NT: NDArray[np.bool_], counted_NT: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
         return rewards_NT
 
     def metrics(self) -> dict[str, float]:
+        """Metrics of the running state; may be empty."""
         return {}
 
 
-class ClipReward(NoScaling):
+class ClipReward(RewardScale):
     """Rewards clipped to -1..1: Mnih et al. (2015), 'Human-level control'. It may change the optimal policy."""
 
     def scale(
@@ -53,7 +43,7 @@ class ClipReward(NoScaling):
         return np.clip(rewards_NT, -1.0, 1.0)
 
 
-class RunningStdScaling:
+class RunningStdScaling(RewardScale):
     """Rewards divided by the running standard deviation of the discounted return, then clipped to +-10.
 
     The return is summed forward, g_t = gamma g_{t-1} + r_t, as in OpenAI's baselines: Engstrom et al.

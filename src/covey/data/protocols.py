@@ -12,27 +12,21 @@ from covey.data.records import StepRecord
 from covey.data.types import Batch, Group, PolicyOutput, Start
 
 
-class Team(Protocol):
-    """The ranks (processes) that train one policy together; alone, everything is the identity.
+class Team:
+    """The ranks (processes) that train one policy together; this class is one process, for which all is the identity.
 
     The rows of a step are divided into `shards` logical shards, of which each rank has equally many neighbours. Results
     depend on their number and not on that of the ranks.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
+    rank, size = 0, 1  # this process, and the number of ranks
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def shards(self) -> int:
-        """The number of logical shards."""
+    def __init__(self, shards: int = 1) -> None:
+        self.shards = shards
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in their order. Every rank must call it."""
+        return [message]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Add the tensors of all ranks in place, in the order of a binary tree. Every rank must call it."""
@@ -41,6 +35,7 @@ class Team(Protocol):
         """The number of passes over microbatches that this rank must make if it has `own`. Sharded weights are gathered
         in every pass, so all ranks make as many as the one with the most. Every rank must call it.
         """
+        return own
 
 
 class SamplerWeights(Protocol):
@@ -135,19 +130,17 @@ class Critic(Protocol):
         """bootstrap_value_B: value of the state after the last decision of every row, even if the episode is over."""
 
 
-class ReferenceUpdater(Stateful, Protocol):
-    """Moves the weights of the reference towards those of the policy."""
+class ReferenceUpdater(Stateless):
+    """Moves the weights of the reference towards those of the policy; this class leaves them."""
 
     def after(self, step: int) -> None:
         """Update the reference if an update is due after this step: a copy, or a moving average (EMA)."""
 
 
-class RewardModelUpdater(Stateful, Protocol):
-    """Trains the reward model of an iterative run."""
+class RewardModelUpdater(Stateless):
+    """Trains the reward model of an iterative run; this class has none."""
 
-    @property
-    def iterations(self) -> int:
-        """Number of iterations after which the reward model has been trained."""
+    iterations = 0  # after which the reward model has been trained
 
     def update(self, should_stop: Callable[[], bool]) -> None:
         """Train the reward model after an iteration, from where an interrupted call has stopped. `iterations` grows by
@@ -162,8 +155,8 @@ class Observer(Protocol):
         """Record a finished step."""
 
 
-class Checkpoints(Protocol):
-    """Stores the state from which a run resumes exactly."""
+class Checkpoints:
+    """Stores the state from which a run resumes exactly; this class stores nothing."""
 
     def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
         """Write a checkpoint after `step` complete steps, atomically.
@@ -174,6 +167,8 @@ class Checkpoints(Protocol):
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""
+        return None
 
     def load(self, step: int) -> dict[str, Any]:
         """The state that was saved after `step` steps."""
+        raise NotImplementedError

@@ -33,7 +33,7 @@ from covey.control.envs.render import can_draw, render_episode
 from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
 from covey.control.nets.mlp import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.reward_scaling import ClipReward, NoScaling, RewardScale, RunningStdScaling
+from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes, refuse_failures
 from covey.control.sampler import ControlSampler, EpisodeSampler, FragmentSampler
 from covey.control.tasks import EnvironmentReward, ResetSeeds, reset_seeds
@@ -62,7 +62,7 @@ CREDITS: dict[str, Callable[[float], CreditAssignment]] = {  # loss.credit -> di
     "within_episode": lambda gamma: partial(within_episode, gamma=gamma),
 }
 REWARD_SCALES: dict[str, Callable[[float], RewardScale]] = {  # rollouts.reward_scaling -> discount -> scale
-    "none": lambda gamma: NoScaling(),
+    "none": lambda gamma: RewardScale(),
     "clip": lambda gamma: ClipReward(),
     "running_std": RunningStdScaling,
 }

@@ -24,7 +24,7 @@ from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER
 from covey.core import kl
-from covey.data import ReferenceUpdater, Team
+from covey.data import ReferenceUpdater, RewardModelUpdater, Team
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
 from covey.experiment.evaluation import HeldOut
 from covey.experiment.iteration import build_iterated_reward_model
@@ -68,8 +68,8 @@ from covey.train.iterate import iterate
 from covey.train.loop import train
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.replay import build_replay
-from covey.train.selection import ByExpectedSignal, FromTheData
-from covey.train.state import Components, FixedRewards, LoopConfig, NeverUpdate
+from covey.train.selection import ByExpectedSignal, PromptSelection
+from covey.train.state import Components, LoopConfig
 
 CREDITS: dict[str, CreditAssignment] = {
     "outcome": outcome,
@@ -191,8 +191,8 @@ class LLMBuilder(ExperimentBuilder):
             algorithm=algorithm,
             learners=learners,
             kl_coefficient=kl_coefficient,
-            reward_model=next(iter(iterated), FixedRewards()),
-            selection=ByExpectedSignal(**vars(chosen)) if chosen.candidates > 1 else FromTheData(),
+            reward_model=next(iter(iterated), RewardModelUpdater()),
+            selection=ByExpectedSignal(**vars(chosen)) if chosen.candidates > 1 else PromptSelection(),
             replay=build_replay(config.replay),
             collector=build_collector(config),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
@@ -304,7 +304,7 @@ def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdat
     """In an iterative run, the reference of an iteration is the policy at its beginning."""
     every = config.reference.refresh_every or config.iteration.steps
     if not every:
-        return NeverUpdate()
+        return ReferenceUpdater()
     reference, leader = models.reference, models.policy
     return EMAWeights(
         reference.trained,

@@ -229,7 +229,7 @@ def load_trainable(config: RunConfig, machine: Machine) -> tuple[LanguagePolicy,
         ConfigError: if it cannot be found or loaded.
     """
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(find_kernels, machine.device)  # may compile, which takes about 20 s
+        executor.submit(find_kernels, machine.device, machine.dtype)  # may compile, which takes about 20 s
         loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
     policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens)
     if config.update.recompute:

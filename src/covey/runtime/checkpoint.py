@@ -30,7 +30,7 @@ from torch import Tensor
 from covey.config import ConfigError, MachineError
 from covey.config.files import Refused, faults_of, machine_error, open_below, read_below, sync
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, MANIFEST_FILE
-from covey.data import Team
+from covey.data import Checkpoints, Team
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import borders_of, is_sharded, local
 
@@ -52,8 +52,8 @@ class OtherVersion(CheckpointError):
     """A checkpoint that another version of covey wrote."""
 
 
-class CheckpointFolder:
-    """The checkpoints of one run; meets `covey.data.Checkpoints`.
+class CheckpointFolder(Checkpoints):
+    """The checkpoints of one run.
 
     A state is a nested dict with string keys; its leaves are tensors, numbers, strings, bools, None, and lists of
     such leaves without tensors. `load` returns it exactly, with tensors on the CPU. One process writes at a time.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -29,31 +28,11 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 LONGEST_WAIT = timedelta(hours=2)  # for the slowest rank, whose sampling and grading have deadlines of their own
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A team of one rank; implements `covey.data.Team`."""
-
-    shards: int = 1
-    rank = 0
-    size = 1
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """The message alone."""
-        return [message]
-
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing to add."""
-
-    def passes(self, own: int) -> int:
-        """Its own."""
-        return own
+ALONE = Team()
 
 
-ALONE = Alone()
-
-
-class TorchTeam:
-    """The ranks of torch.distributed, each with all weights; implements `covey.data.Team`."""
+class TorchTeam(Team):
+    """The ranks of torch.distributed, each with all weights."""
 
     def __init__(self, shards: int) -> None:
         """`shards` is a multiple of the number of ranks, and both are powers of two."""
@@ -90,10 +69,6 @@ class TorchTeam:
         with _lost_ranks(self.rank):
             for bucket, width in zip(buckets, widths, strict=True):
                 self._sum_bucket(bucket, own[: width * self.size], others[: width * self.size])
-
-    def passes(self, own: int) -> int:
-        """Its own, because a pass needs no other rank."""
-        return own
 
     def _sum_bucket(self, bucket: Sequence[Tensor], own: Tensor, others: Tensor) -> None:
         """A reduce-scatter whose order of addition is that of a binary tree, then an all-gather.
@@ -186,7 +161,7 @@ def team_of(shards: int, *, sharded: bool = False) -> Team:
     """
     size = world_size()
     if size == 1:
-        return Alone(shards or 1)
+        return Team(shards or 1)
     return (ShardedTeam if sharded else TorchTeam)(shards or size)
 
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
+from covey.data import ReferenceUpdater
 from covey.runtime.sharding import WHOLE, Weights, local, own_rows
 
 
-class EMAWeights:
-    """A copy of a module's weights, or their exponential moving average; implements `covey.data.ReferenceUpdater`.
+class EMAWeights(ReferenceUpdater):
+    """A copy of a module's weights, or their exponential moving average.
 
         weight += fraction * (leader's weight - weight)
 

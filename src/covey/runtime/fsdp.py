@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from covey.data import Team
 from covey.runtime.distributed import GradientTree, add_in_tree
-from covey.runtime.sharding import part_of
+from covey.runtime.sharding import Weights, part_of
 
 T = TypeVar("T")
 _METHOD = "covey_run"  # the method of a root module that FSDP2 treats as its forward pass
 
 
-class ShardedWeights:
-    """Weights that FSDP2 has divided among the ranks along their first dimension; implements `Weights`."""
+class ShardedWeights(Weights):
+    """Weights that FSDP2 has divided among the ranks along their first dimension."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, team: Team, *, exact: bool) -> None:
         """`module` is the root, to which `shard` has been applied."""

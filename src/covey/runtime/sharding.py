@@ -16,17 +16,20 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-class Weights(Protocol):
-    """The division of one model's weights among the ranks."""
+class Weights:
+    """The division of one model's weights among the ranks; in this class every rank has all weights."""
 
     def dtype_of(self, module: nn.Module) -> torch.dtype:
         """The dtype in which a module computes with the weights."""
+        return next(module.parameters()).dtype
 
     def run(self, compute: Callable[[], T]) -> T:
         """Call a function that reads the weights. It returns tensors, or a dict or tuple of them."""
+        return compute()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context in which each rank has all weights as plain tensors. Every rank enters it."""
+        return nullcontext()
 
     def reshard(self) -> None:
         """Free gathered weights, because the weights have changed or are not needed."""
@@ -35,6 +38,7 @@ class Weights(Protocol):
         """The whole weights and the persistent buffers of a module, as it computes with them. Every rank calls it; the
         result is that of rank 0 only.
         """
+        return module.state_dict()
 
     def before_last_pass(self) -> None:
         """The next backward pass is the last of a logical shard."""
@@ -49,6 +53,10 @@ class Weights(Protocol):
             local: for each parameter the numbers of the rows of this rank, fp64.
             rows: the number of rows of each parameter.
         """
+        return list(local)
+
+
+WHOLE = Weights()
 
 
 class SavedRows(Protocol):
@@ -56,37 +64,6 @@ class SavedRows(Protocol):
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Some rows."""
-
-
-class WholeWeights:
-    """Null object: every rank has all weights; implements `Weights`."""
-
-    def dtype_of(self, module: nn.Module) -> torch.dtype:
-        return next(module.parameters()).dtype
-
-    def run(self, compute: Callable[[], T]) -> T:
-        return compute()
-
-    def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reshard(self) -> None:
-        """Nothing to free."""
-
-    def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return module.state_dict()
-
-    def before_last_pass(self) -> None:
-        """Nothing to do: the optimizer adds the gradients."""
-
-    def end_shard(self) -> None:
-        """Nothing to do."""
-
-    def whole_rows(self, local: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-        return list(local)
-
-
-WHOLE = WholeWeights()
 
 
 def part_of(rows: int, rank: int, ranks: int) -> slice:

@@ -19,7 +19,7 @@ from covey.runtime.sharding import WHOLE
 from covey.train.gather import gather_groups, lost_together, own_shards, share
 from covey.train.metrics import Measure
 from covey.train.prepare import has_signal
-from covey.train.selection import FromTheData, PromptSelection
+from covey.train.selection import PromptSelection
 
 GroupSize = Callable[[int], int]  # rollouts in each group of a step; steps count from 1
 
@@ -70,7 +70,7 @@ class GroupSource:
     measure: Measure  # times a phase; the argument is the name of its metric
     team: Team = ALONE
     weights: SamplerWeights = WHOLE
-    selection: PromptSelection = field(default_factory=FromTheData)
+    selection: PromptSelection = field(default_factory=PromptSelection)
 
     def draw(self, count: int, first: int = 0) -> list[Start]:
         """`count` starts of the step, with indices from `first`."""

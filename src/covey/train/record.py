@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,6 @@ T = TypeVar("T")
 
 DECIMALS = 6  # of the numbers of a token
 LEAST_COMPARED = 2  # graded rollouts of a group whose mean reward is a baseline
-
-
-class Recorder(Protocol):
-    """Computes what is recorded of the rollouts of a step, after its update."""
-
-    def credits(self, collected: StepGroups, prepared: Prepared) -> list[list[RolloutCredit]]:
-        """For each group of `collected.all_groups`, the credits of its rollouts. Every rank calls it."""
 
 
 def no_prompts(group: Group) -> list[PromptTable | None]:
@@ -57,6 +50,7 @@ class RolloutRecorder:
     prompts: Callable[[Group], list[PromptTable | None]] = no_prompts
 
     def credits(self, collected: StepGroups, prepared: Prepared) -> list[list[RolloutCredit]]:
+        """For each group of `collected.all_groups`, the credits of its rollouts. Every rank calls it."""
         counted_BT = prepared.decided_BT & prepared.rows.valid_B[:, None]
         advantages = _means(prepared.advantages_BT, counted_BT)
         compared = [baseline for group in collected.groups for baseline in _baselines(group)]
@@ -122,6 +116,9 @@ class TokenRecorder:
             known(advantages),
             known_or_none(updated),
         )
+
+
+Recorder = RolloutRecorder | TokenRecorder
 
 
 def _means(value_BT: Tensor, counted_BT: Tensor) -> list[float | None]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from covey.config import ReplayConfig
-from covey.data import Batch, Group, Start, Stateful, Stateless, collate
+from covey.data import Batch, Group, Start, Stateless, collate
 from covey.data.serialization import for_learning, from_state, to_state
 from covey.train.prepare import Prepared
 
@@ -26,25 +26,15 @@ class Replayed:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Replay(Stateful, Protocol):
-    """Chooses the groups of earlier steps."""
+class Replay(Stateless):
+    """Chooses the groups of earlier steps; in this class every step learns from its own groups alone."""
 
     def draw(self, step: int) -> Replayed:
         """The groups of earlier steps for a step, and metrics. Called once a step."""
-
-    def after(self, step: int, groups: Sequence[Group], prepared: Prepared) -> None:
-        """Keep groups of a finished step, whose rows are the first of `prepared`."""
-
-
-class NoReplay(Stateless):
-    """Every step learns from its own groups alone."""
-
-    def draw(self, step: int) -> Replayed:
-        """No groups."""
         return Replayed()
 
     def after(self, step: int, groups: Sequence[Group], prepared: Prepared) -> None:
-        """Nothing is kept."""
+        """Keep groups of a finished step, whose rows are the first of `prepared`."""
 
 
 @dataclass
@@ -54,7 +44,7 @@ class _Kept:
     uses: int = 0  # number of steps that have replayed it
 
 
-class RecentGroups:
+class RecentGroups(Replay):
     """The newest groups that had a gradient; those of one step in the order in which their prompts were drawn.
 
     The choice depends on no random number and on no reward beyond whether the group had a gradient.
@@ -115,7 +105,7 @@ class RecentGroups:
 
 def build_replay(replay: ReplayConfig) -> Replay:
     """The groups of earlier steps that a step learns from again."""
-    return RecentGroups(**vars(replay)) if replay.groups else NoReplay()
+    return RecentGroups(**vars(replay)) if replay.groups else Replay()
 
 
 def joined(groups: list[Group], replayed: list[Group]) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,31 +22,22 @@ from covey.core.prompt_signal import (
     success_signal,
     variance_signal,
 )
-from covey.data import Group, Start, Stateful, Stateless, Task
+from covey.data import Group, Start, Stateless, Task
 from covey.train.gather import content_hash
 
 # Observations that the prior of a kind is worth. One success and one failure: a uniform prior of the success rate.
 PRIOR = 1.0
 
 
-class PromptSelection(Stateful, Protocol):
-    """Chooses the prompts of a step."""
+class PromptSelection(Stateless):
+    """Chooses the prompts of a step; in this class they are those that the task draws."""
 
     def draw(self, task: Task, seed: int, step: int, count: int, *, first: int, before: int) -> list[Start]:
         """`count` starts of a step; the arguments are those of `Task.draw`."""
-
-    def after(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Learn from the graded groups of a finished step; returns metrics."""
-
-
-class FromTheData(Stateless):
-    """The prompts as the task draws them."""
-
-    def draw(self, task: Task, seed: int, step: int, count: int, *, first: int, before: int) -> list[Start]:
         return task.draw(seed, step, count, first=first, before=before)
 
     def after(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Nothing to learn."""
+        """Learn from the graded groups of a finished step; returns metrics."""
         return {}
 
 
@@ -74,7 +65,7 @@ class Observed:
         self.freedom += len(rewards) - 1
 
 
-class ByExpectedSignal:
+class ByExpectedSignal(PromptSelection):
     """Draws several candidates for every prompt, and keeps those from which a signal is expected.
 
     A candidate is kept with a probability proportional to floor + (1 - floor) * signal. As long as all rewards are 0 or

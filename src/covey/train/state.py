@@ -21,7 +21,6 @@ from covey.data import (
     RewardModelUpdater,
     Sampler,
     SamplerWeights,
-    Stateless,
     Task,
     Team,
 )
@@ -32,39 +31,8 @@ from covey.train.controllers import Coefficient, EntropyControl
 from covey.train.learners import Learner
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder
-from covey.train.replay import NoReplay, Replay
-from covey.train.selection import FromTheData, PromptSelection
-
-
-class NeverUpdate(Stateless):
-    """Leaves the reference unchanged; implements `covey.data.ReferenceUpdater`."""
-
-    def after(self, step: int) -> None:
-        """Nothing to do."""
-
-
-class FixedRewards(Stateless):
-    """Null object of a run whose rewards are not trained; implements `covey.data.RewardModelUpdater`."""
-
-    iterations = 0
-
-    def update(self, should_stop: Callable[[], bool]) -> None:
-        """Nothing to train."""
-
-
-class NoCheckpoints:
-    """Null object that saves nothing; implements `covey.data.Checkpoints`."""
-
-    def save(self, step: int, state: dict[str, Any], best: int = 0) -> None:
-        """Nothing to do."""
-
-    def latest(self) -> int | None:
-        """None: there is no checkpoint."""
-        return None
-
-    def load(self, step: int) -> dict[str, Any]:
-        """Never called, because `latest` is None."""
-        raise NotImplementedError
+from covey.train.replay import Replay
+from covey.train.selection import PromptSelection
 
 
 class Trainable(Protocol):
@@ -106,15 +74,15 @@ class Components:
     kl_coefficient: Coefficient
     critics: Sequence[Critic] = ()  # the critic, if the algorithm has a value loss
     reference: Policy = NO_REFERENCE
-    reference_updater: ReferenceUpdater = field(default_factory=NeverUpdate)
-    reward_model: RewardModelUpdater = field(default_factory=FixedRewards)
-    selection: PromptSelection = field(default_factory=FromTheData)
-    replay: Replay = field(default_factory=NoReplay)
+    reference_updater: ReferenceUpdater = field(default_factory=ReferenceUpdater)
+    reward_model: RewardModelUpdater = field(default_factory=RewardModelUpdater)
+    selection: PromptSelection = field(default_factory=PromptSelection)
+    replay: Replay = field(default_factory=Replay)
     collector: Collector = field(default_factory=FixedGroups)
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}  # held-out metrics after a step, if they are due
     recorder: Recorder = field(default_factory=RolloutRecorder)
     observers: Sequence[Observer] = ()
-    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     team: Team = ALONE
     weights: SamplerWeights = WHOLE
 

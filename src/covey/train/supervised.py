@@ -22,7 +22,7 @@ from covey.data import Batch, Checkpoints, Observer, Policy, StepRecord, Team
 from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.loop import repeat
-from covey.train.state import Limits, NoCheckpoints, Progress
+from covey.train.state import Limits, Progress
 
 
 class Trainer(Protocol):
@@ -102,7 +102,7 @@ class SupervisedRun:
     steps_per_epoch: int
     evaluate: Callable[[int], dict[str, float]] = lambda step: {}
     observers: Sequence[Observer] = ()
-    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     team: Team = ALONE
 
     def stateful(self) -> dict[str, Any]:

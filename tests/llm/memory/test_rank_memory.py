@@ -16,7 +16,7 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
 from covey.experiment.plan import must_shard
 from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
@@ -27,7 +27,7 @@ from covey.llm.memory.rank_memory import (
     without_sampling,
 )
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import Alone, GradientTree
+from covey.runtime.distributed import GradientTree
 from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
 from covey.train.gather import shard_rows
 
@@ -90,7 +90,7 @@ def test_the_copies_of_the_gradients_of_shards(shards: int) -> None:
 @pytest.mark.parametrize("shards", [2, 4])
 def test_an_optimizer_holds_as_many_copies(shards: int) -> None:
     module = torch.nn.Linear(7, 5, bias=False).to(torch.bfloat16)
-    optimizer = MasterAdamW(module, lr=1e-3, team=Alone(shards))
+    optimizer = MasterAdamW(module, lr=1e-3, team=Team(shards))
     most = 0
     for _ in range(shards):
         module(torch.ones(2, 7, dtype=torch.bfloat16)).sum().backward()
@@ -182,7 +182,7 @@ def test_the_smallest_of_all_weights_and_an_adapter_that_needs_sharding(monkeypa
     for one, size in needed.items():
         for memory, must in ((int(size / 0.69), False), (int(size / 0.71), True)):
             monkeypatch.setattr("covey.experiment.plan.memory_bytes", lambda memory=memory: memory)
-            assert must_shard(one, Alone()) is must
+            assert must_shard(one, Team()) is must
 
 
 def test_gathered_weights_and_gathered_layers_are_not_there_together() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +66,7 @@ def test_a_kernel_with_other_numbers_is_not_used(kernels, monkeypatch, caplog):
     assert "covey's kernels are not used on this GPU" in caplog.text
     assert "SwiGLU differs from torch" in caplog.text
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert bindings._triton_kernels(torch.bfloat16, CPU) is None
+    assert bindings._triton_kernels(torch.bfloat16, CPU) is None  # products of bf16
     bindings._triton_kernels.cache_clear()
 
 
@@ -81,10 +85,12 @@ def completions(policy: LanguagePolicy, settings: GenerationSettings):
     [
         ("llama", {}),
         pytest.param("qwen3", {"max_rows": 2}, marks=pytest.mark.slow),  # norms of heads; a prompt waits for rows
+        pytest.param("qwen2", {"temperature": 1.1}, marks=pytest.mark.slow),  # biases, without copies of weights
         pytest.param("qwen2", {"truncation": Truncation(min_new_tokens=3), "stop": STOP}, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request):
+def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request, monkeypatch):
+    monkeypatch.setattr("covey.llm.generation.graph_decoder.copies_fit", lambda _: "temperature" not in changed)
     settings = replace(SETTINGS, **changed)
     right = completions(LanguagePolicy(tiny_model(kind)), settings)
     request.getfixturevalue("on_gpu_kernels")
@@ -128,3 +134,18 @@ def test_the_update_has_the_gradients_of_the_kernels_for_cpus(request):
     request.getfixturevalue("on_gpu_kernels")
     for name, gradient in gradients().items():
         assert (gradient - right[name]).norm() <= 1e-5 * right[name].norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_can_be_compiled_and_fits_the_gpus_of_laptops(capability):
+    """Without a GPU. Capabilities 8.6, 8.9 and 12.0 have 99 KB of shared memory for a block, others more."""
+    script = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
+    found = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    shared = json.loads(found.stdout)
+    from covey.llm.native import triton_functions
+
+    jitted = {name for name, value in vars(triton_functions).items() if type(value).__name__ == "InterpretedFunction"}
+    assert shared.keys() == jitted - {"product", "rows_of", "attend_part", "store_part"}, "those called by others"
+    assert max(shared.values()) <= 99 << 10

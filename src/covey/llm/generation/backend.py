@@ -126,10 +126,14 @@ class Backend:
         return f"{self.model}: {choice}; prompts are {prompts}{f'; {self.note}' if self.note else ''}"
 
 
-def find_kernels(device: torch.device) -> KernelSet:
-    """The kernels of a device. They are compiled at first use, which takes about 20 s."""
-    found = {dtype: kernels_for(dtype, device) for dtype in (torch.bfloat16, torch.float32)}
-    return KernelSet({dtype: kernels for dtype, kernels in found.items() if kernels is not None}, device.type)
+def find_kernels(device: torch.device, dtype: torch.dtype | None = None) -> KernelSet:
+    """The kernels of a device: of every dtype on a CPU, on a GPU of `dtype` alone.
+
+    Those of a CPU are compiled at first use, which takes about 20 s; those of a GPU for every type and shape.
+    """
+    wanted = (torch.bfloat16, torch.float32) if dtype is None or device.type == "cpu" else (dtype,)
+    found = {kind: kernels_for(kind, device) for kind in wanted}
+    return KernelSet({kind: kernels for kind, kernels in found.items() if kernels is not None}, device.type)
 
 
 @torch.no_grad()
@@ -147,7 +151,7 @@ def choose_backend(module: PreTrainedModel) -> Backend:
         note = attention_note(trial)
         shares = trial.shares_prompts()
     trial.refuse_without_gradient()
-    kernels = find_kernels(module.device)
+    kernels = find_kernels(module.device, module.dtype)
     native = kernels.of(next(module.parameters()))
     instructions = None if native is None else native.instruction_set
     sampling = Sampling.NATIVE if native is not None and is_llama_like(module) else Sampling.SHARED_PREFIX

@@ -127,6 +127,16 @@ class PackedLinear:
         return nn.functional.linear(x_RW, self.weight, self.bias)
 
 
+class SeparateLinears:
+    """As `PackedLinear`, by the layers themselves, without a copy of their weights."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.layers = layers
+
+    def __call__(self, x_RW: Tensor) -> Tensor:
+        return torch.cat([layer(x_RW) for layer in self.layers], dim=1)
+
+
 class PackedLinears:
     """Context manager in which the linear layers of a module use prepacked weights if possible."""
 
@@ -143,14 +153,14 @@ class PackedLinears:
 
 
 class PackedLayer:
-    """The modules of a layer, and its linear layers with prepacked weights."""
+    """The modules of a layer, and its linear layers, by default with prepacked weights."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, linear: type[PackedLinear | SeparateLinears] = PackedLinear) -> None:
         self.modules = modules = LayerModules.of(layer)
-        self.qkv = PackedLinear(*modules.qkv)
-        self.output = PackedLinear(modules.output)
-        self.gate_up = PackedLinear(*modules.gate_up)
-        self.down = PackedLinear(modules.down)
+        self.qkv = linear(*modules.qkv)
+        self.output = linear(modules.output)
+        self.gate_up = linear(*modules.gate_up)
+        self.down = linear(modules.down)
 
 
 class LlamaLayers:

@@ -29,7 +29,7 @@ from covey.config import ConfigError, LoRAConfig
 from covey.config.files import path_error, read_json
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from covey.runtime.rng import ADAPTING, uniforms
-from covey.runtime.sharding import WHOLE, Weights, WholeWeights
+from covey.runtime.sharding import WHOLE, Weights
 
 T = TypeVar("T")
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"  # names of adapters
@@ -59,7 +59,7 @@ class Adapter:
         return AdapterWeights(self.model, self.name, base)
 
 
-class AdapterWeights(WholeWeights):
+class AdapterWeights(Weights):
     """Weights of a model with one of its adapters, or with none; implements `covey.runtime.sharding.Weights`.
 
     Every rank has the whole adapter. The ranks may divide the frozen weights.

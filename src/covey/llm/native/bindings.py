@@ -380,8 +380,8 @@ def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
 
 @cache
 def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels | None:
-    """None without Triton, on GPUs without products of this type, and if a kernel fails its test, with a warning."""
-    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    """None without Triton, on GPUs older than Ampere, and if a kernel fails its test, with a warning."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
         from covey.llm.native import triton_kernels

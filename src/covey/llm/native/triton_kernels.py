@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from covey.llm.native import triton_functions as gpu
 
-TILE = 64  # tokens of a tile of queries or keys
+TILE = 64  # tokens of a tile of queries or keys, with heads of up to 256 bytes; wider ones have half as many
 VOCABULARY_BLOCK = 2048
 
 
@@ -146,13 +147,10 @@ class TritonKernels:
         """
         tokens, width = tensors["query"].shape
         heads, kv_heads = width // head_dim, tensors["key"].shape[1] // head_dim
-        sequences, tiles = self._tree(sequences_S3, tensors["query"].device)
+        sequences, tiles = self._tree(sequences_S3, self._tile(head_dim), tensors["query"].device)
         query, key = (self._rotated(tensors[name], head_dim, tensors, backward=False) for name in ("query", "key"))
         value, out, logsumexp = (tensors[name] for name in ("value", "out", "logsumexp"))
-        sizes = {
-            "D": head_dim, "HEADS": heads, "GROUP": heads // kv_heads, "TILE": TILE, "WIDTH": _block(head_dim),
-            "EXACT": self.dtype == torch.float32, "num_warps": 4 if head_dim <= 64 else 8,
-        }  # fmt: skip
+        sizes = self._sizes(heads, kv_heads, head_dim)
         if "dout" not in tensors:
             gpu.attend[(len(tiles), heads)](query, key, value, out, logsumexp, sequences, tiles, scaling, **sizes)
             return
@@ -165,7 +163,19 @@ class TritonKernels:
         for name, gradient in (("dquery", dquery), ("dkey", dkey)):
             self._rotated(gradient, head_dim, tensors, backward=True, out=tensors[name])
 
-    def _tree(self, sequences_S3: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _sizes(self, heads: int, kv_heads: int, width: int) -> dict[str, Any]:
+        """The constants of attention. What a program holds is at most 99 KB, as much as the GPUs of laptops have."""
+        row_bytes = width * self.dtype.itemsize
+        return {
+            "D": width, "HEADS": heads, "GROUP": heads // kv_heads, "TILE": self._tile(width), "WIDTH": _block(width),
+            "EXACT": self.dtype == torch.float32, "num_warps": 4 if row_bytes <= 128 else 8,
+            "num_stages": 3 if row_bytes <= 128 else 2,
+        }  # fmt: skip
+
+    def _tile(self, width: int) -> int:
+        return TILE if width * self.dtype.itemsize <= 256 else TILE // 2
+
+    def _tree(self, sequences_S3: Tensor, tile: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """On the device: first token, length, parent and last descendant + 1 of each sequence, and [sequence, begin] of
         every tile. Made once for a layout, whose layers share it."""
         if sequences_S3 not in self._trees:
@@ -176,7 +186,7 @@ class TritonKernels:
                     ends[parent] = max(ends[parent], ends[number])
             sequences = torch.tensor([[*row, end] for row, end in zip(rows, ends, strict=True)], dtype=torch.int32)
             # The tiles with the most keys first, so that no long one begins when the others have ended.
-            tiles = [[number, begin] for number, row in enumerate(rows) for begin in range(0, row[1], TILE)]
+            tiles = [[number, begin] for number, row in enumerate(rows) for begin in range(0, row[1], tile)]
             before = [0] * len(rows)
             for number, (_, _, parent) in enumerate(rows):
                 before[number] = before[parent] + rows[parent][1] if parent >= 0 else 0
@@ -220,10 +230,7 @@ class TritonKernels:
         prompt_parts, own_parts = rows.parts
         parts = qkv_RX.new_empty(prompt_parts + own_parts, count, heads, width, dtype=torch.float32)
         logsumexp = parts.new_empty(parts.shape[:3])
-        sizes = {
-            "D": width, "HEADS": heads, "GROUP": heads // kv_heads, "TILE": TILE, "WIDTH": _block(width),
-            "EXACT": self.dtype == torch.float32,
-        }  # fmt: skip
+        sizes = self._sizes(heads, kv_heads, width)
         tiles, rows_in_tile = rows.tiles.shape
         gpu.attend_prompts[(tiles, kv_heads, prompt_parts)](
             query, rows.prompt_keys, rows.prompt_values, rows.prompt_lengths, own_keys, parts, logsumexp, rows.tiles,

@@ -17,7 +17,7 @@ import torch
 
 from covey.config import ConfigError, IterationConfig
 from covey.config.sft import RewardModelConfig, RewardModelKind
-from covey.data import Group, StepRecord
+from covey.data import Group, RewardModelUpdater, StepRecord
 from covey.llm.data.reward_examples import Example
 from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
@@ -51,10 +51,10 @@ class Training:
     losses: list[float]  # of the minibatches so far
 
 
-class IteratedRewardModel:
+class IteratedRewardModel(RewardModelUpdater):
     """Collects the examples of an iteration and trains the reward model on them.
 
-    Implements `covey.data.RewardModelUpdater`, and `covey.data.Observer` for the completions. If `reward_model_epochs`
+    It is also a `covey.data.Observer` of the completions. If `reward_model_epochs`
     is 0, the model is frozen and only measured.
 
     The record of an iteration has these keys, and in `before` and `after` the quality before and after training:

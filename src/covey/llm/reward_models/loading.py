@@ -103,7 +103,7 @@ def wrap_classifier(
     shares = shares_prompts(module)
     pads = not shares and padding_is_inert(module)
     if shares and is_llama_like(module):
-        fuse(module, find_kernels(next(module.parameters()).device))
+        fuse(module, find_kernels(module.device, module.dtype))
     return RewardModel(module, chat, kind, shares_prompts=shares, pads=pads, longest=longest)
 
 

@@ -1,0 +1,83 @@
+"""Compiles the kernels for GPUs without a GPU, and prints the shared memory of each in bytes.
+
+    python compiled_kernels.py 90     for compute capability 9.0
+
+Triton's compiler asks the driver only for the device that it compiles for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
+
+shared: dict[str, int] = {}
+launch = JITFunction.run
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    compiled = launch(self, *args, grid=grid, warmup=True, **options)
+    name = self.__name__
+    shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
+
+
+def attend(kernels: TritonKernels, heads: int, kv_heads: int, width: int) -> None:
+    """Compile attention of the update and of decoding."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    kind, rows = kernels.dtype, 16
+    query, key = numbers(99, heads * width, dtype=kind), numbers(99, kv_heads * width, dtype=kind)
+    angles = numbers(99, width, dtype=kind)
+    given = {"query": query, "key": key, "value": key, "cosine": angles, "sine": angles, "out": query}
+    given["logsumexp"] = numbers(99, heads, dtype=torch.float32)
+    sequences = torch.tensor([[0, 90, -1], [90, 9, 0]], dtype=torch.int32)
+    kernels.prefix_attention(sequences, width, 0.1, **given)
+    kernels.prefix_attention(sequences, width, 0.1, **given, dout=query, dquery=query, dkey=key, dvalue=key)
+    own, addresses = numbers(2, 17, kv_heads, 64, width, dtype=kind), numbers(rows, dtype=torch.int64)
+    state = DecodedRows(
+        (heads, kv_heads, width), own, own, addresses, addresses, numbers(rows), numbers(rows), numbers(rows),
+        numbers(2, 64 * kv_heads // heads), angles, angles, (4, 4), 0.1, 1e-6,
+    )  # fmt: skip
+    for norm in (None, angles[0]):
+        kernels.decode_attention(state, 1, numbers(rows, (heads + 2 * kv_heads) * width, dtype=kind), (norm, norm))
+
+
+def main() -> None:
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    JITFunction.run = compile_only
+    kernels = TritonKernels(torch.bfloat16)
+    x, scales = torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(4)
+    for added in (None, x):
+        kernels.add_rmsnorm(x.float(), added, x[0], 1e-6, x.float(), x, scales)
+        kernels.add_rmsnorm_backward(x.float(), x[0], scales, x, None, added is not None)
+    kernels.swiglu(x, x, x)
+    kernels.swiglu_backward(x, x, x)
+    tokens = scales.long()
+    kernels.draw(x, scales.double(), 0.7, tokens, scales)
+    kernels.logprob_entropy(x, tokens, 0.7, (scales, scales, scales))
+    kernels.logit_gradients(x, tokens, scales, scales, scales, scales, 0.7, 0)
+    for shape in ((14, 2, 64), (12, 2, 128)):
+        attend(kernels, *shape)
+    print(json.dumps(shared))
+
+
+if __name__ == "__main__":
+    main()
