@@ -16,8 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from covey.tracking.curve import EVALUATION, MUTED, TRAINING, decorate, points_of
-from covey.tracking.iterations import read_iterations
+from covey.tracking.curve import EVALUATION, MUTED, TRAINING, decorate, points_of, read_iterations
 from covey.tracking.run_store import read_metrics
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "iterative.png"

@@ -29,7 +29,7 @@ OPENED_PLAINLY = (
     "tracking/diagnosis/diagnosis.py: Path(__file__)",
     "tracking/metrics.py: Path(__file__)",
     "tracking/rollout_export.py: open(file, 'x'",  # a new file
-    "tracking/run_state.py: Path('/proc/locks')",
+    "tracking/run_folder.py: Path('/proc/locks')",
     "tracking/run_store.py: open(path, 'wb')",  # a step that this process writes
     "tracking/trackers/adapters.py: Path(self._client.download_artifacts",
     "watch/index.py: open(path.with_suffix('.lock')",  # in the cache

@@ -16,7 +16,7 @@ from covey.config.recipe import config_from_dict, read_tables
 from covey.experiment import advice
 from covey.experiment.advice import Launch
 from covey.tracking.console import cost_line
-from covey.tracking.score_kinds import RETURN
+from covey.tracking.wording import RETURN
 from helpers.run_helpers import write_recipe
 from helpers.tiny_models import tiny_folder
 

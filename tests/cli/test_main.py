@@ -28,8 +28,8 @@ from covey.config.recipe import describe_fields, write_config
 from covey.experiment.advice import Launch
 from covey.llm.generation.token_sampling import Truncation
 from covey.tracking.run_store import RunStore
-from covey.tracking.score_kinds import ACCURACY, SCORE
 from covey.tracking.statistics import mean_score, wilson_interval
+from covey.tracking.wording import ACCURACY, SCORE
 from helpers.step_records import step_record
 
 RECIPE = '[task]\nname = "arithmetic"\n[sampling]\nmax_new_tokens = 12\n'

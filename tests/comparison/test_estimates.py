@@ -37,8 +37,7 @@ from covey.comparison.estimates import (
 from covey.comparison.figure import draw_final_scores, draw_learning_curves, draw_metrics
 from covey.comparison.report import Comparison, findings, markdown_report, summarise
 from covey.config import ConfigError
-from covey.tracking.score_kinds import ACCURACY
-from covey.tracking.wording import CONTROL, SECONDS
+from covey.tracking.wording import ACCURACY, CONTROL, SECONDS
 
 A = np.array([500.0, 500.0, 487.3, 211.9, 500.0, 463.0, 498.8, 500.0, 9.4, 350.5])
 B = np.array([500.0, 402.1, 377.7, 199.0, 500.0, 280.4, 310.2])

@@ -14,7 +14,7 @@ from covey import ArithmeticConfig, EvaluationConfig, RewardConfig, RunConfig, S
 from covey.cli.main import main
 from covey.config import CheckpointConfig
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.tracking.score_kinds import ACCURACY
+from covey.tracking.wording import ACCURACY
 from helpers.tiny_models import tiny_folder, tiny_gguf
 
 

@@ -5,7 +5,7 @@ import pytest
 from covey.data import EndReason, Group, Rollout, Start
 from covey.experiment.evaluation import by_kind
 from covey.tracking.console import by_kind_tables
-from covey.tracking.score_kinds import SCORE_KINDS
+from covey.tracking.wording import SCORE_KINDS
 
 
 def group(index, kind, *scores):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
-from covey.tracking.score_kinds import number
 from covey.tracking.statistics import mean_score
+from covey.tracking.wording import number
 from helpers.tiny_models import tiny_folder
 
 THINGS = ["fruit", "colour", "animal", "planet", "river", "city", "tree", "tool", "metal", "sport", "month", "bird"]

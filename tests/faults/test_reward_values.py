@@ -20,7 +20,7 @@ from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardPool
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.runtime.worker.child import load_function
 from covey.tracking.metrics import find
-from covey.tracking.records import rollout_record
+from covey.tracking.run_store import rollout_record
 from covey.train.collect import _joined
 from covey.train.metrics import describe
 from helpers.run_helpers import is_running

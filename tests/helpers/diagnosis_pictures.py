@@ -12,8 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from covey.config import RunConfig
+from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, write_config
-from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from covey.tracking.run_folder import METRICS_FILE, SUMMARY_FILE
 from helpers.browser import browser
 from helpers.diagnosis_records import HEALTHY_FILE, SICK_FILE, RecordedRun, read_recorded
 from helpers.watched import serving

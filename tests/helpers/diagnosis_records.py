@@ -21,7 +21,8 @@ from typing import Any
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis import CHECKS, diagnose
 from covey.tracking.metrics import find
-from covey.tracking.run_store import SUMMARY_FILE, read_metrics
+from covey.tracking.run_folder import SUMMARY_FILE
+from covey.tracking.run_store import read_metrics
 from helpers.diagnosed_runs import train_tables
 from helpers.healthy_runs import COMMANDS, HEALTHY
 from helpers.sick_runs import SICK

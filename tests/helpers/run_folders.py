@@ -10,7 +10,7 @@ from typing import Any
 from covey.config import ControlConfig, EnvironmentConfig, RewardConfig, RunConfig
 from covey.config.recipe import config_to_dict, write_config
 from covey.config.tasks import ArithmeticConfig
-from covey.tracking.records import encode
+from covey.tracking.run_store import encode
 
 BEFORE = {"score": 0.25, "low": 0.1, "high": 0.4, "count": 40}
 AFTER = {"score": 0.75, "low": 0.6, "high": 0.9, "count": 40}

@@ -16,7 +16,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking.console import Display, clock, last_turn, printable, readable, sparkline, verdict
 from covey.tracking.curve import draw_curve, smooth, thinned
 from covey.tracking.run_store import RunStore
-from covey.tracking.score_kinds import number
+from covey.tracking.wording import number
 from helpers.step_records import step_record
 
 METRICS = {

@@ -14,8 +14,8 @@ import pytest
 from covey.cli.main import main
 from covey.comparison.estimates import read_seed_run
 from covey.tracking.curve import run_figure
+from covey.tracking.run_folder import RunState, last_step, run_state
 from covey.tracking.run_reader import RunReader
-from covey.tracking.run_state import RunState, last_step, run_state
 from covey.tracking.run_store import read_metrics
 
 GOLDEN = Path(__file__).parent / "golden"

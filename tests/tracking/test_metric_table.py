@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covey.tracking import metric_table
-from covey.tracking.metric_table import MetricTable
+from covey.tracking import run_reader
+from covey.tracking.run_reader import MetricTable
 
 
 def line(step: int, **metrics: Any) -> bytes:
@@ -60,8 +60,8 @@ def test_damaged_lines_are_skipped(tmp_path: Path, damaged: bytes) -> None:
 
 
 def test_an_over_long_line_is_skipped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_table, "LONGEST_LINE", 100)
-    monkeypatch.setattr(metric_table, "_CHUNK", 64)
+    monkeypatch.setattr(run_reader, "LONGEST_ROW", 100)
+    monkeypatch.setattr(run_reader, "_CHUNK", 64)
     table = MetricTable(tmp_path)
     append(tmp_path, line(1, a=1) + b"x" * 300)
     table.update()
@@ -137,8 +137,8 @@ def test_a_link_is_not_read(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_table, "MOST_VALUES", 64)
-    monkeypatch.setattr(metric_table, "MOST_COLUMNS", 2)
+    monkeypatch.setattr(run_reader, "MOST_VALUES", 64)
+    monkeypatch.setattr(run_reader, "MOST_COLUMNS", 2)
     append(tmp_path, b"".join(line(step, a=step, b=-step, c=1) for step in range(1, 1001)))
     table = MetricTable(tmp_path)
     table.update()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.tracking.notebook import in_notebook
-from covey.tracking.run_result import RunResult
+from covey.tracking.console import RunResult
+from covey.tracking.output import in_notebook
 from helpers.run_helpers import write_recipe
 from helpers.tiny_models import tiny_folder
 
@@ -115,7 +115,7 @@ def test_a_run_that_cannot_go_on_leaves_its_output_and_one_line(folder: Path) ->
 def test_elsewhere_there_is_no_notebook() -> None:
     assert not in_notebook()
     done = subprocess.run(
-        [sys.executable, "-c", "import IPython; from covey.tracking.notebook import in_notebook; print(in_notebook())"],
+        [sys.executable, "-c", "import IPython; from covey.tracking.output import in_notebook; print(in_notebook())"],
         capture_output=True,
         text=True,
         check=True,

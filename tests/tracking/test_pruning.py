@@ -10,8 +10,8 @@ import pytest
 
 from covey.config import ConfigError
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.tracking.pruning import Pruning, plan_pruning, prune
 from covey.tracking.run_folder import FolderLock
+from covey.tracking.run_overview import Pruning, plan_pruning, prune
 from helpers.run_folders import add_checkpoint, language_run
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from covey.data import EndReason, Group, Rollout, Start
-from covey.tracking.repeated_steps import RepeatedSteps, digests
-from covey.tracking.run_store import RunStore
+from covey.tracking.run_store import RepeatedSteps, RunStore, digests
 from helpers.step_records import step_record
 
 

@@ -15,11 +15,9 @@ from covey.cli.main import main
 from covey.comparison.compare import last_step
 from covey.config import ConfigError, MachineError
 from covey.experiment.advice import read_launch
-from covey.tracking.curve import run_figure
-from covey.tracking.iterations import read_iterations
-from covey.tracking.repeated_steps import digests
+from covey.tracking.curve import read_iterations, run_figure
 from covey.tracking.run_folder import METRICS_FILE
-from covey.tracking.run_store import RunStore, read_metrics
+from covey.tracking.run_store import RunStore, digests, read_metrics
 from covey.tracking.trackers.observer import read_position
 from helpers.run_folders import language_run
 

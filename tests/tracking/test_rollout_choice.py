@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from covey.config import ConfigError
-from covey.tracking import rollout_choice as choice
-from covey.tracking.run_reader import RunReader
+from covey.tracking import evaluations as choice
+from covey.tracking.run_reader import RunReader, is_failed, is_truncated
 from helpers.run_folders import language_run, rollout
 
 
@@ -49,7 +49,7 @@ def test_the_best_and_the_worst_of_the_run(tmp_path: Path) -> None:
     reader = reader_of(tmp_path / "run", *(rollout(step, 0, r) for step, row in rewards.items() for r in row))
     assert found(reader, best=True, limit=3) == [(3, 5.0), (2, 5.0), (1, 3.0)]
     assert found(reader, best=False, limit=2) == [(3, -2.0), (1, -1.0)]
-    assert found(reader, best=False, limit=9, keep=choice.is_failed) == []
+    assert found(reader, best=False, limit=9, keep=lambda found: is_failed(found.line)) == []
 
 
 def test_filters_find_the_latest_first(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_filters_find_the_latest_first(tmp_path: Path) -> None:
     def search(keep: choice.Keep, limit: int = 9) -> list[tuple[int, int, int]]:
         return [(e.step, e.group.number, e.index) for e in choice.search(reader, [1, 2, 3], keep, limit)]
 
-    assert search(choice.is_failed) == [(1, 0, 0)]
-    assert search(choice.is_truncated) == [(2, 0, 0), (2, 1, 0)]
-    assert search(choice.is_truncated, 1) == [(2, 0, 0)]
-    assert search(choice.has_no_signal) == [(2, 0, 0), (2, 1, 0), (1, 0, 0)]
+    assert search(lambda found: is_failed(found.line)) == [(1, 0, 0)]
+    assert search(lambda found: is_truncated(found.line)) == [(2, 0, 0), (2, 1, 0)]
+    assert search(lambda found: is_truncated(found.line), 1) == [(2, 0, 0)]
+    assert search(lambda found: not found.group.has_signal) == [(2, 0, 0), (2, 1, 0), (1, 0, 0)]
     assert search(lambda each: each.contains("straße")) == [(3, 0, 0), (2, 1, 0)]
 
 

@@ -281,9 +281,3 @@ def test_an_empty_folder_and_a_link_to_one_are_used(tmp_path: Path) -> None:
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     check_run_dir(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_a_step_leaves_nothing(tmp_path: Path) -> None:
-    with RunStore(tmp_path / "runs" / "x-001") as store:
-        (store.run_dir / "config.toml").write_text("")
-    assert list((tmp_path / "runs").iterdir()) == []

@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 
 from covey.data import StepRecord
-from covey.tracking import run_state as module
-from covey.tracking.run_folder import FolderLock
-from covey.tracking.run_state import RunState, checkpoint_steps, find_runs, last_change, last_step, run_state
+from covey.tracking import run_folder as module
+from covey.tracking.run_folder import (
+    FolderLock,
+    RunState,
+    checkpoint_steps,
+    find_runs,
+    last_change,
+    last_step,
+    run_state,
+)
 from covey.tracking.run_store import RunStore
 
 
@@ -81,13 +88,6 @@ def test_a_run_is_running_until_its_process_ends_even_by_kill(tmp_path: Path) ->
     with another_process(lambda: FolderLock(tmp_path / "run")):
         assert run_state(tmp_path / "run") is RunState.RUNNING
     assert run_state(tmp_path / "run") is RunState.FINISHED
-
-
-def test_a_run_of_the_same_process_is_running(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    with RunStore(tmp_path / "run", resume=True):
-        assert run_state(tmp_path / "run") is RunState.RUNNING
-    assert run_state(tmp_path / "run") is RunState.CRASHED
 
 
 def test_a_process_with_the_number_of_the_last_writer_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -302,5 +302,5 @@ def test_links_to_runs_count_once_and_loops_end(tmp_path: Path) -> None:
 
 
 def test_finding_runs_needs_no_torch() -> None:
-    code = "import sys, covey.tracking.run_state; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, covey.tracking.run_folder; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

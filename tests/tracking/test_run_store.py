@@ -11,8 +11,7 @@ import pytest
 from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking import run_store
-from covey.tracking.records import answer_record
-from covey.tracking.run_store import RunStore, read_metrics
+from covey.tracking.run_store import RunStore, answer_record, read_metrics
 from helpers.step_records import step_record
 
 HIDDEN = object()
@@ -82,30 +81,18 @@ def test_rewind_forgets_later_steps_only(tmp_path: Path) -> None:
     assert store.rollouts_path(4).read_bytes() == before
 
 
-def test_a_run_cut_at_any_byte_resumes_to_the_same_file(tmp_path: Path) -> None:
-    whole = RunStore(tmp_path / "whole")
-    fill(whole, range(1, 6))
-    expected = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    two_steps = len(b"".join(expected.splitlines(keepends=True)[:2]))
-    for length in range(two_steps - 1, len(expected)):
-        cut = cut_run(tmp_path / "cut", expected[:length])
-        with RunStore(cut, resume=True) as store:
-            store.rewind(2)
-            fill(store, range(3, 6))
-        assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == expected
-
-
-def test_what_was_synced_is_enough_to_resume(tmp_path: Path) -> None:
-    whole = RunStore(tmp_path / "whole")
-    fill(whole, range(1, 6))
+def test_a_run_cut_at_any_byte_or_by_a_power_cut_resumes_to_the_same_file(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "whole") as whole:
+        fill(whole, range(1, 6))
     expected = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     kept = b"".join(expected.splitlines(keepends=True)[:2])
-    for lost in (b"", b"\0\0\n\0\n{", b'{"step": 3, "rew\n{"step": 4}\n'):  # what a power cut may leave of later steps
-        cut = cut_run(tmp_path / "cut", kept + lost)
+    lost = (b"", b"\0\0\n\0\n{", b'{"step": 3, "rew\n{"step": 4}\n')  # what a power cut may leave of later steps
+    for left in (*(kept + rest for rest in lost), *(expected[:end] for end in range(len(kept) - 1, len(expected)))):
+        cut = cut_run(tmp_path / "cut", left)
         with RunStore(cut, resume=True) as store:
             store.rewind(2)
             fill(store, range(3, 6))
-        assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == expected
+        assert (cut / "metrics.jsonl").read_bytes() == expected
 
 
 def test_syncing_waits_for_every_file_since_the_last_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from covey.data import EndReason, Group, Rollout, RolloutCredit, Start
-from covey.tracking.records import answer_record, encode, rollout_record
-from covey.tracking.turns import conversation_turns, searched_text
+from covey.tracking.run_reader import conversation_turns, searched_text
+from covey.tracking.run_store import answer_record, encode, rollout_record
 from helpers.conversation_records import conversation
 
 

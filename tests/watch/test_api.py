@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.tracking.turns import conversation_turns
+from covey.tracking.run_reader import conversation_turns
 from covey.watch.library import Library, run_id, short_names
 from helpers.conversation_records import conversation
 from helpers.large_run import NEEDLE, write_run

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covey.tracking.metric_table import MetricTable
+from covey.tracking.run_reader import MetricTable
 from covey.watch.answers import curves
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from covey.config.files import Refused, TooLarge
-from covey.tracking import metric_table
-from covey.tracking.metric_table import MetricTable
+from covey.tracking import run_reader
+from covey.tracking.run_reader import MetricTable
 from covey.watch.answers import Answers, NotFound
 from covey.watch.files import open_recording
 from covey.watch.index import Query, index_path, update
@@ -123,7 +123,7 @@ def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "run", 3, 3, words=2)
-    known = metric_table.parse_metrics
+    known = run_reader.parse_metrics
     appended = []
 
     def append_one(line: bytes) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_of_before(
                 file.write(b'{"step": %d}\n' % (3 + len(appended)))
         return known(line)
 
-    monkeypatch.setattr(metric_table, "parse_metrics", append_one)
+    monkeypatch.setattr(run_reader, "parse_metrics", append_one)
     table = MetricTable(run)
     table.update()
     assert (table.last_step, len(appended)) == (3, 3)

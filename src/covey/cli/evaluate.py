@@ -12,7 +12,7 @@ from covey.cli.train import check_data
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError, SamplingConfig
 from covey.config.fields import plural
 from covey.config.files import user_path
-from covey.config.model_sources import find_origin, locate_model
+from covey.config.model_sources import CONFIG_FILE, find_origin, locate_model
 from covey.config.recipe import (
     apply_overrides,
     config_from_dict,
@@ -25,8 +25,8 @@ from covey.config.recipe import (
 from covey.config.rules import validate
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file
-from covey.tracking.run_store import CONFIG_FILE, write_records
-from covey.tracking.score_kinds import ScoreKind
+from covey.tracking.run_store import write_records
+from covey.tracking.wording import ScoreKind
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 TRUNCATION = ("top_k", "top_p", "min_p", "min_new_tokens")  # fields of `Truncation`

@@ -12,10 +12,10 @@ from covey.cli.runs import named_run
 from covey.config import ConfigError
 from covey.config.fields import command
 from covey.config.files import path_error, user_path
+from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.terminal import say
 from covey.tracking.run_reader import RunReader
-from covey.tracking.run_store import CONFIG_FILE
 
 SEVERAL = "report"  # name of the report of several runs, without its suffix
 EPILOG = """\

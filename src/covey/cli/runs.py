@@ -93,8 +93,7 @@ def list_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
 def prune_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     """`covey runs prune`."""
     folders = find_named_runs(arguments.runs or [ROOT])
-    from covey.tracking.pruning import plan_pruning, prune
-    from covey.tracking.run_overview import size_text
+    from covey.tracking.run_overview import plan_pruning, prune, size_text
 
     plans = [plan for plan in (plan_pruning(folder, arguments.keep) for folder in folders) if plan is not None]
     freed = 0
@@ -139,7 +138,7 @@ def named_run(name: str) -> Path:
     Raises:
         ConfigError: if it holds no run; the message names those that it contains.
     """
-    from covey.tracking.run_state import find_runs, is_run
+    from covey.tracking.run_folder import find_runs, is_run
 
     folder = user_path(name, "RUN: ")
     if is_run(folder):
@@ -157,7 +156,7 @@ def find_named_runs(names: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError: if one does not exist or has none.
     """
-    from covey.tracking.run_state import find_runs
+    from covey.tracking.run_folder import find_runs
 
     found: dict[Path, None] = {}
     for name in names:

@@ -15,8 +15,7 @@ from covey.config.terminal import say
 from covey.tracking.output import plain_console
 
 if TYPE_CHECKING:
-    from covey.tracking.evaluations import Answers
-    from covey.tracking.rollout_choice import Found
+    from covey.tracking.evaluations import Answers, Found
     from covey.tracking.rollout_text import RolloutPrinter
     from covey.tracking.run_reader import RunReader
 
@@ -69,7 +68,7 @@ def show_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
 
 
 def _show_group(reader: RunReader, arguments: argparse.Namespace) -> None:
-    from covey.tracking.rollout_choice import choose_group, last_recorded, read_groups
+    from covey.tracking.evaluations import choose_group, last_recorded, read_groups
 
     step = last_recorded(reader) if arguments.step is None else arguments.step
     groups = read_groups(reader, step)
@@ -81,12 +80,13 @@ def _show_group(reader: RunReader, arguments: argparse.Namespace) -> None:
 
 
 def _show_found(reader: RunReader, arguments: argparse.Namespace) -> None:
-    from covey.tracking import rollout_choice as choice
+    from covey.tracking import evaluations as choice
+    from covey.tracking.run_reader import is_failed, is_truncated
 
     conditions: list[Callable[[Found], bool]] = []
-    conditions += [choice.is_failed] if arguments.failed else []
-    conditions += [choice.is_truncated] if arguments.truncated else []
-    conditions += [choice.has_no_signal] if arguments.no_signal else []
+    conditions += [lambda found: is_failed(found.line)] if arguments.failed else []
+    conditions += [lambda found: is_truncated(found.line)] if arguments.truncated else []
+    conditions += [lambda found: not found.group.has_signal] if arguments.no_signal else []
     conditions += [lambda found: found.contains(arguments.text)] if arguments.text else []
     others = ("best", "worst", "failed", "truncated", "text")
     whole_groups = arguments.no_signal and not any(getattr(arguments, name) for name in others)
@@ -136,7 +136,7 @@ def _show_held_out(reader: RunReader, arguments: argparse.Namespace) -> None:
         say("there is one evaluation so far, so both answers are the same\n")
     last = steps[-1] if arguments.step is None else arguments.step
     if last not in steps:
-        from covey.tracking.rollout_choice import steps_text
+        from covey.tracking.evaluations import steps_text
 
         raise ConfigError(f"there are no held-out answers after step {last}: there are some after {steps_text(steps)}")
     before, after = read_answers(reader, steps[0]), read_answers(reader, last)
@@ -169,7 +169,7 @@ def _show_kinds(reader: RunReader, before: Answers, after: Answers) -> None:
     from covey.tracking.console import by_kind_table
     from covey.tracking.evaluations import kinds_of_answers
     from covey.tracking.run_reader import kind_of_run
-    from covey.tracking.score_kinds import SCORE_KINDS
+    from covey.tracking.wording import SCORE_KINDS
 
     kind = SCORE_KINDS[kind_of_run(reader.config(), reader.summary())[1] or "score"]
     if kinds := kinds_of_answers(before, after, kind):

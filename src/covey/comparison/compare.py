@@ -54,9 +54,17 @@ from covey.config.recipe import config_to_dict, find_recipe, first_difference, r
 from covey.experiment.advice import Launch
 from covey.runtime.variables import leave_safe_path, safe_path, variable
 from covey.tracking.output import plain_console
-from covey.tracking.run_folder import LOCK_FILE, LOG_FILE, FolderLock, check_run_dir, holds_run, write_atomically
-from covey.tracking.run_state import last_step
-from covey.tracking.run_store import SUMMARY_FILE, encode
+from covey.tracking.run_folder import (
+    LOCK_FILE,
+    LOG_FILE,
+    SUMMARY_FILE,
+    FolderLock,
+    check_run_dir,
+    holds_run,
+    last_step,
+    write_atomically,
+)
+from covey.tracking.run_store import encode
 
 SETTINGS_FILE, REPORT_FILE, NUMBERS_FILE = "settings.json", "report.md", "report.json"
 MOST_SEEDS = 10_000

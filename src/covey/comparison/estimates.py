@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from covey.config.files import path_error, read_below
-from covey.tracking.run_store import SUMMARY_FILE, read_metrics
+from covey.tracking.run_folder import SUMMARY_FILE
+from covey.tracking.run_store import read_metrics
 from covey.tracking.wording import SECONDS, Wording, find_wording
 
 Floats = NDArray[np.float64]

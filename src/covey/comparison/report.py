@@ -22,8 +22,7 @@ from covey.comparison.estimates import (
     probability_of_improvement,
 )
 from covey.config.fields import plural
-from covey.tracking.score_kinds import SCORE_KINDS, number
-from covey.tracking.wording import SECONDS, Wording
+from covey.tracking.wording import SCORE_KINDS, SECONDS, Wording, number
 
 CURVES_PICTURE, METRICS_PICTURE, FINAL_PICTURE = "learning_curves.png", "metrics.png", "final_scores.png"
 LEAST_SEEDS = 3  # with fewer no difference is claimed

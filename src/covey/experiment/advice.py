@@ -20,8 +20,7 @@ from covey.config.recipe import config_from_dict, read_tables, split_overrides, 
 from covey.config.sft import RewardModelTraining
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE, resuming_command
-from covey.tracking.score_kinds import ACCURACY
-from covey.tracking.wording import find_wording
+from covey.tracking.wording import ACCURACY, find_wording
 
 if TYPE_CHECKING:  # it imports torch, and `covey compare` reports a mistake before that
     from covey.algorithms import Algorithm

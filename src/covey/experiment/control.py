@@ -26,6 +26,7 @@ from covey.config import ConfigError, ControlConfig, EnvironmentConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import command, plural
 from covey.config.files import faults_of, user_path
+from covey.config.model_sources import CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict, read_tables
 from covey.control.action_spaces import Continuous
 from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
@@ -44,8 +45,8 @@ from covey.runtime.rng import EVALUATING
 from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
-from covey.tracking.run_store import CONFIG_FILE, MODEL_FOLDER, RunStore
-from covey.tracking.score_kinds import RETURN
+from covey.tracking.run_store import RunStore
+from covey.tracking.wording import RETURN
 from covey.train.collect import fixed_size
 from covey.train.prepare import NO_REFERENCE
 from covey.train.replay import build_replay

@@ -27,11 +27,10 @@ from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.device import build_machine
 from covey.runtime.distributed import ALONE
 from covey.tracking.console import Display
-from covey.tracking.records import answer_record, rollout_record
-from covey.tracking.run_state import checkpoint_steps, last_step
-from covey.tracking.run_store import RunStore
-from covey.tracking.score_kinds import SCORE_KINDS, ScoreKind
+from covey.tracking.run_folder import checkpoint_steps, last_step
+from covey.tracking.run_store import RunStore, answer_record, rollout_record
 from covey.tracking.statistics import Estimate
+from covey.tracking.wording import SCORE_KINDS, ScoreKind
 from covey.train.gather import lost_together
 
 PIECE = 128  # problems per call of the sampler

@@ -34,7 +34,7 @@ from covey.runtime.device import choose_precision
 from covey.tracking.run_folder import write_folders
 from covey.tracking.run_reader import RunReader
 from covey.tracking.run_store import read_metrics
-from covey.tracking.score_kinds import SCORE, SCORE_KINDS
+from covey.tracking.wording import SCORE, SCORE_KINDS
 
 CARD = "README.md"
 

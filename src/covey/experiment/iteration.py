@@ -21,7 +21,8 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.tracking.console import Display
-from covey.tracking.run_store import ITERATIONS_FILE, RunStore, write_records
+from covey.tracking.run_folder import ITERATIONS_FILE
+from covey.tracking.run_store import RunStore, write_records
 
 BOUNDARY = "line"  # end of a step for a process model without per_step
 MEASURING = 1 << 31  # added to an iteration for the random numbers of its evaluation, which no training step has

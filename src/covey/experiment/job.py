@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
 from covey.config.fields import command
 from covey.config.files import faults_of, machine_error
+from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, StepRecord, Team
 from covey.experiment import advice
@@ -35,15 +36,19 @@ from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.distributed import ALONE, asked_any, exchange_json
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
-from covey.tracking.console import Display
-from covey.tracking.curve import draw_curve
+from covey.tracking.console import Display, RunResult
+from covey.tracking.curve import draw_curve, draw_iterations
 from covey.tracking.diagnosis import Diagnosis, brief, diagnose
-from covey.tracking.iterations import draw_iterations
 from covey.tracking.output import outlasting_output, plain_console
-from covey.tracking.repeated_steps import RepeatedSteps
-from covey.tracking.run_folder import ORIGIN_FILE, holds_run, resuming_command, write_atomically, write_folders
-from covey.tracking.run_result import RunResult
-from covey.tracking.run_store import CHECKPOINTS_FOLDER, CONFIG_FILE, CURVE_FILE, RunStore, read_metrics
+from covey.tracking.run_folder import (
+    CURVE_FILE,
+    ORIGIN_FILE,
+    holds_run,
+    resuming_command,
+    write_atomically,
+    write_folders,
+)
+from covey.tracking.run_store import RepeatedSteps, RunStore, read_metrics
 from covey.tracking.trackers import Trackers, open_trackers
 from covey.tracking.wording import Wording, find_wording
 from covey.train.loop import train
@@ -97,7 +102,7 @@ class ExperimentBuilder:
 
     @property
     def score_kind(self) -> str:
-        """Kind of the evaluations' scores: a key of `covey.tracking.score_kinds.SCORE_KINDS`."""
+        """Kind of the evaluations' scores: a key of `covey.tracking.wording.SCORE_KINDS`."""
         raise NotImplementedError
 
     @property

@@ -22,7 +22,7 @@ from covey.algorithms.advantages import (
 from covey.config import ConfigError, RunConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
-from covey.config.model_sources import ARCHITECTURE_FOLDER
+from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
 from covey.core import kl
 from covey.data import ReferenceUpdater, RewardModelUpdater, Team
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
@@ -54,7 +54,7 @@ from covey.runtime.distributed import ALONE, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
-from covey.tracking.run_store import MODEL_FOLDER, REWARD_MODEL_FOLDER, RunStore
+from covey.tracking.run_store import RunStore
 from covey.train.collect import (
     AdaptiveGroups,
     Collector,

@@ -28,7 +28,10 @@ from covey.algorithms import Algorithm, KLFromOutput
 from covey.config import ConfigError, RunConfig
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
     ADAPTER_WEIGHTS_FILE,
+    CRITIC_FOLDER,
+    MODEL_FOLDER,
     adapter_folder,
     base_name,
     find_origin,
@@ -68,7 +71,6 @@ from covey.runtime.device import Machine
 from covey.runtime.distributed import ShardedTeam, exchange_json
 from covey.runtime.sharding import WHOLE, Weights, is_sharded
 from covey.tracking.console import Display
-from covey.tracking.run_store import ADAPTER_FOLDER, CRITIC_FOLDER, MODEL_FOLDER
 
 
 class Division(Protocol):

@@ -14,15 +14,15 @@ from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.fields import command
 from covey.config.files import faults_of, machine_error, read_below
-from covey.config.model_sources import CHECKPOINTS_FOLDER
+from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
 from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.experiment.advice import Config, Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
-from covey.tracking.run_folder import ORIGIN_FILE, RESUMED_BY
-from covey.tracking.run_store import CONFIG_FILE, METRICS_FILE, RunStore, read_metrics
+from covey.tracking.run_folder import METRICS_FILE, ORIGIN_FILE, RESUMED_BY
+from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.state import Progress, Trainable, load_checkpoint
 
 Origin = dict[str, Any]

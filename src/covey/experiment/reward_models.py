@@ -60,10 +60,9 @@ from covey.llm.rewards.step_splitter import StepSplitter
 from covey.runtime.device import Machine, build_machine
 from covey.runtime.distributed import ALONE
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
-from covey.tracking.console import Display
-from covey.tracking.reliability import draw_reliability
+from covey.tracking.console import Display, RunResult
+from covey.tracking.curve import draw_reliability
 from covey.tracking.run_folder import write_atomically
-from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
 

@@ -22,9 +22,9 @@ from covey.experiment.job import ExperimentBuilder, Observers, Reward, begun, ch
 from covey.experiment.resuming import same_arguments, same_conversation
 from covey.runtime.distributed import ALONE, joined_ranks, team_of
 from covey.runtime.variables import check_ranks
-from covey.tracking.notebook import ignore_missing_widgets
+from covey.tracking.console import RunResult
+from covey.tracking.output import ignore_missing_widgets
 from covey.tracking.run_folder import claim_run_dir
-from covey.tracking.run_result import RunResult
 
 Summary = RunResult
 TaskSource = Task | Sequence[Mapping[str, Any]] | str | Path  # see covey.llm.tasks.task_of

@@ -55,10 +55,9 @@ from covey.runtime.device import Machine, build_machine
 from covey.runtime.distributed import ALONE
 from covey.runtime.optimizer import learning_rate_schedule
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
-from covey.tracking.console import Display
+from covey.tracking.console import Display, RunResult
 from covey.tracking.run_folder import EXAMPLES_FILE, write_atomically, write_folders
 from covey.tracking.run_reader import RunReader, number, table, text
-from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.wording import SFT
 from covey.train.supervised import SupervisedTrainer, mean_loss

@@ -14,9 +14,8 @@ from covey.experiment.advice import Finished
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed
 from covey.runtime.device import Machine, build_machine, environment
 from covey.runtime.distributed import ALONE
-from covey.tracking.console import Display, describe_size
+from covey.tracking.console import Display, RunResult, describe_size
 from covey.tracking.diagnosis import conclusion
-from covey.tracking.run_result import RunResult
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.metrics import Clock
 from covey.train.state import Limits

@@ -1,4 +1,4 @@
-"""The picture of a run, `curve.png`."""
+"""Pictures: of a run, `curve.png`; of an iterative run, `iterations.png`; the reliability of a reward model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which would open windows and keep figures
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
-from covey.tracking.run_folder import write_atomically
+from covey.config.files import faults_of
+from covey.tracking.run_folder import CURVE_FILE, write_atomically
 from covey.tracking.run_reader import RunReader
-from covey.tracking.run_store import CURVE_FILE, read_metrics
+from covey.tracking.run_store import read_metrics
 from covey.tracking.wording import CONTROL, Panel, Wording, find_wording
 
 if TYPE_CHECKING:
@@ -187,3 +189,104 @@ def decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
     axes.spines["bottom"].set_color(GRID)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+ITERATIONS_PICTURE = "iterations.png"
+
+
+def read_iterations(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of the iterations of a run that have ended, in order."""
+    return RunReader(Path(run_dir)).iterations()
+
+
+def draw_iterations(run_dir: str | Path) -> Path | None:
+    """Draw the picture; returns its path, or None if no iteration has ended.
+
+    Raises:
+        ConfigError: if the run has no metrics.
+    """
+    run_dir = Path(run_dir)
+    iterations = read_iterations(run_dir)
+    if not iterations:
+        return None
+    steps = read_metrics(run_dir)
+    figure = RunFigure(figsize=(9, 7.2), dpi=160, facecolor="white", layout="constrained")
+    true, proxy, quality = figure.subplots(3, 1, sharex=True)
+    ends = [record["step"] for record in iterations]
+    panels = ((true, "score/mean", "true reward (verifier)", TRAINING),
+              (proxy, f"reward/{iterations[0]['reward']}", "proxy reward (reward model)", SMALL))  # fmt: skip
+    for axes, metric, label, color in panels:
+        decorate(axes, "mean of a step")
+        axes.set_title(label, loc="left", fontsize=11)
+        draw_series(axes, *points_of(steps, metric, "step"), color)
+        for end in ends:
+            axes.axvline(end, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    _draw_quality(quality, iterations)
+    picture = run_dir / ITERATIONS_PICTURE
+    write_atomically(picture, figure._repr_png_())
+    return picture
+
+
+def _draw_quality(axes: Axes, iterations: Sequence[dict[str, Any]]) -> None:
+    """Draw the order of right and wrong completions before and after each training of the reward model."""
+    decorate(axes, "right above wrong")
+    axes.set_title("reward model on samples of the current policy: rank agreement", loc="left", fontsize=11)
+    axes.set_xlabel("training step; dashed: end of an iteration", color=MUTED, fontsize=9)
+    axes.axhline(0.5, color=MUTED, linewidth=0.8)
+    for when, color, label in (("before", EVALUATION, "before its training"), ("after", TRAINING, "after it")):
+        known = [
+            (record["step"], record[when]["rank_agreement"])
+            for record in iterations
+            if "rank_agreement" in record[when]
+        ]
+        axes.plot(
+            [x for x, _ in known], [y for _, y in known], "o-", color=color, markersize=5, linewidth=1.2, label=label
+        )
+    axes.set_ylim(0, 1)
+    axes.legend(loc="lower left", frameon=False, fontsize=9)
+
+
+if TYPE_CHECKING:  # covey.core imports torch
+    from covey.core.calibration import Reliability
+
+
+def draw_reliability(path: Path, found: Reliability, title: str) -> None:
+    """Draw the observed frequency over the predicted probability, and below it the number of items in each bin.
+
+    Raises:
+        MachineError: if the file cannot be written.
+    """
+    counts = found.count_K.tolist()
+    bins = len(counts)
+    filled = [number for number in range(bins) if counts[number]]
+    figure = Figure(figsize=(5.6, 6.2), dpi=160, facecolor="white", layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
+    upper.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (5, 4)), label="perfect calibration")
+    upper.bar(
+        [(number + 0.5) / bins for number in filled],
+        [float(found.observed_K[number]) for number in filled],
+        width=0.94 / bins,
+        color=TRAINING,
+        alpha=0.35,
+        label="observed frequency",
+    )
+    predicted, observed = (
+        [float(values[number]) for number in filled] for values in (found.predicted_K, found.observed_K)
+    )
+    upper.plot(predicted, observed, "o", color=EVALUATION, markersize=5, label="mean prediction of a bin")
+    upper.set_xlim(0, 1)
+    upper.set_ylim(0, 1)
+    upper.set_ylabel("observed frequency", color=MUTED, fontsize=9)
+    upper.set_title(f"{title}\nexpected calibration error {found.error:.3f}", loc="left", fontsize=11, color=INK)
+    upper.legend(loc="upper left", frameon=False, fontsize=8, labelcolor=INK)
+    lower.bar([(number + 0.5) / bins for number in range(bins)], counts, width=0.94 / bins, color=MUTED)
+    lower.set_ylabel("items", color=MUTED, fontsize=9)
+    lower.set_xlabel("predicted probability", color=MUTED, fontsize=9)
+    for axes in (upper, lower):
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, labelsize=8, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    with faults_of(path):
+        figure.savefig(path)

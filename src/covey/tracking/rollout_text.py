@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from covey.config.fields import plural, printable
-from covey.tracking.rollout_choice import Found
-from covey.tracking.run_reader import Group, number, table, text
-from covey.tracking.score_kinds import number as short
-from covey.tracking.turns import SHOWN_AT_FIRST, Turn, conversation_turns
+from covey.tracking.evaluations import Found
+from covey.tracking.run_reader import SHOWN_AT_FIRST, Group, Turn, conversation_turns, number, table, text
+from covey.tracking.wording import number as short
 
 INDENT = "      "
 TURN_INDENT = "  "  # of the text of a turn, below its role

@@ -1,26 +1,40 @@
 """Reads a run folder for display, also while a run writes it.
 
 A file that is missing, damaged, or a link gives nothing instead of an error, and so does a key that an older run did
-not write. `run_store` writes the same files; `metric_table` reads `metrics.jsonl`.
+not write. `run_store` writes the same files.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, BinaryIO, TypedDict
+
+import orjson
 
 from covey.config import ConfigError, ControlConfig
 from covey.config.files import files_below, open_below, parse_json, parse_toml, read_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict
-from covey.tracking.run_folder import HELD_OUT_FOLDER, ORIGIN_FILE, ROLLOUTS_FOLDER
-from covey.tracking.run_store import ITERATIONS_FILE, STOPPED_FILE, SUMMARY_FILE
+from covey.tracking.run_folder import (
+    HELD_OUT_FOLDER,
+    ITERATIONS_FILE,
+    METRICS_FILE,
+    ORIGIN_FILE,
+    ROLLOUTS_FOLDER,
+    STOPPED_FILE,
+    SUMMARY_FILE,
+)
 from covey.tracking.wording import WORDINGS
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
@@ -211,6 +225,16 @@ def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def is_truncated(line: dict[str, Any]) -> bool:
+    """True if a token limit or a time limit ended the rollout."""
+    return line.get("end") in LIMITS
+
+
+def is_failed(line: dict[str, Any]) -> bool:
+    """True if the rollout could not be graded."""
+    return number(line.get("reward")) is None
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as one text; the messages of a chat one after another."""
     if isinstance(prompt, list):
@@ -252,3 +276,263 @@ def kind_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | N
         return "language", None
     counted = min(read.rewards, key=lambda reward: (not reward.score, reward.is_per_step))
     return "language", "accuracy" if counted.is_binary else "score"
+
+
+LONGEST_ROW = 4 << 20  # bytes; a longer one counts as damaged
+MOST_COLUMNS = 1000  # metrics of a run; later ones are left out
+MOST_VALUES = 16 << 20  # steps times metrics; then every second step is dropped
+LARGEST_FILE = 4 << 30  # bytes; a larger file has no steps
+_CHUNK = 1 << 20
+_TAIL = 64  # bytes before the place that was read last; if they change, the file is another one
+
+
+class MetricTable:
+    """The recorded steps of a run as columns, extended by `update` as the file grows.
+
+    A last line without its end is left for the next update. Damaged lines are counted and skipped. If the file is
+    replaced or shorter, or if its steps fall, as after a resume, the steps taken back are forgotten and `generation`
+    grows.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.generation = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps = array("q")
+        self.columns: dict[str, array[float]] = {}
+        self.damaged = 0
+        self._offset = 0  # of the first byte that was not read
+        self._tail = b""
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._skips = False  # the rest of an over-long line
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded step; 0 before the first."""
+        return self.steps[-1] if self.steps else 0
+
+    def update(self) -> bool:
+        """Read what was added to the file; returns True if the table changed. A missing file has no steps."""
+        try:
+            with open_below(self.run_dir, METRICS_FILE) as file:
+                return self._read(file)
+        except OSError:
+            changed = bool(self.steps)
+            if self._file is not None:
+                self.generation += changed
+                self._forget()
+            return changed
+
+    def _read(self, file: BinaryIO) -> bool:
+        status, before = os.fstat(file.fileno()), (len(self.steps), self.generation)
+        if self._file is not None and not self._continues(file, status):
+            self.generation += 1
+            self._forget()
+        self._file = status.st_dev, status.st_ino
+        file.seek(self._offset)
+        for line in self._whole_lines(file, status.st_size if status.st_size <= LARGEST_FILE else 0):
+            self._append(line)
+        file.seek(max(0, self._offset - _TAIL))
+        self._tail = file.read(min(_TAIL, self._offset))
+        return (len(self.steps), self.generation) != before
+
+    def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
+        """True if the file is the one that was read before, possibly longer."""
+        if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+            return False
+        file.seek(self._offset - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
+
+    def _whole_lines(self, file: BinaryIO, end: int) -> Iterator[bytes]:
+        """The new lines before `end`, because a file could grow faster than it is read."""
+        rest = b""
+        while chunk := file.read(min(_CHUNK, max(0, end - file.tell()))):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._offset += len(line) + 1
+                if self._skips:
+                    self._skips = False
+                else:
+                    yield line
+            if len(rest) > LONGEST_ROW:
+                self._offset += len(rest)
+                self.damaged += not self._skips
+                self._skips, rest = True, b""
+
+    def _append(self, line: bytes) -> None:
+        record = parse_metrics(line)
+        if record is None:
+            self.damaged += 1
+            return
+        step = record.pop("step")
+        if step <= self.last_step:
+            self._take_back(step)
+        self.steps.append(step)
+        count = len(self.steps)
+        if list(record) == list(self.columns):  # as in most steps
+            for column, value in zip(self.columns.values(), record.values(), strict=True):
+                column.append(value)
+        else:
+            self._append_by_name(record)
+        if count * len(self.columns) > MOST_VALUES:
+            self._thin()
+
+    def _append_by_name(self, record: Mapping[str, float]) -> None:
+        new = [name for name in record if name not in self.columns]
+        for name in new[: MOST_COLUMNS - len(self.columns)]:
+            self.columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+        for name, column in self.columns.items():
+            column.append(record.get(name, math.nan))
+
+    def _take_back(self, step: int) -> None:
+        self.generation += 1
+        kept = bisect.bisect_left(self.steps, step)
+        for column in (self.steps, *self.columns.values()):
+            del column[kept:]  # type: ignore[attr-defined]
+
+    def _thin(self) -> None:
+        """Drop every second step, but not the last."""
+        first = (len(self.steps) - 1) % 2
+        self.steps = self.steps[first::2]
+        self.columns = {name: column[first::2] for name, column in self.columns.items()}
+
+    def rows(self) -> Sequence[Mapping[str, float | None]]:
+        """The steps as mappings from "step" and the metrics to numbers, without those that a step does not have."""
+        return _Rows(self)
+
+
+class _Rows(Sequence[Mapping[str, "float | None"]]):
+    """A view of a table: the mapping of a step is made when it is asked for."""
+
+    def __init__(self, table: MetricTable) -> None:
+        self._steps, self._columns = table.steps, table.columns
+        self._count = len(self._steps)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(self._count))]
+        if not -self._count <= place < self._count:
+            raise IndexError(place)
+        place %= self._count
+        row: dict[str, float | None] = {"step": self._steps[place]}
+        return row | {n: column[place] for n, column in self._columns.items() if not math.isnan(column[place])}
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """A line of `metrics.jsonl`: "step" and numbers, NaN for null; None if it is damaged."""
+    try:
+        record: dict[str, Any] = _object_of(line)
+        step = record.pop("step")
+        if type(step) is not int or not 1 <= step < 1 << 53:
+            return None
+        kinds = set(map(type, record.values()))
+        if not kinds <= {int, float, NoneType}:
+            return None
+        if kinds != {float}:
+            record = {name: math.nan if value is None else float(value) for name, value in record.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+    record["step"] = step
+    return record
+
+
+def _object_of(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)  # five times as fast
+    except orjson.JSONDecodeError:
+        return json.loads(str(line, "utf-8"))  # numbers that are not finite: JSON has none
+
+
+MODEL = "assistant"  # the role of the model
+ENVIRONMENT = "environment"  # role of the first observation, which the model reads at the end of its prompt
+SHOWN_AT_FIRST = 40  # turns, where not all of them are asked for
+
+
+class Call(TypedDict):
+    """A call of a tool: name and text of each argument. A value that is not text is JSON."""
+
+    name: str
+    arguments: list[tuple[str, str]]
+
+
+class Turn(TypedDict):
+    """A message of a conversation."""
+
+    role: str
+    name: str  # of the tool that replies
+    text: str
+    calls: list[Call]
+    unread: list[str]  # texts of calls that could not be read
+    reward: float | None  # of a turn of the model; None if no turn of the conversation was paid
+
+
+def conversation_turns(record: Mapping[str, Any]) -> list[Turn]:
+    """The turns of a rollout or a held-out answer, the first observation before them; [] if it is not a conversation.
+
+    The reward of a turn is the weighted sum of its rewards if the record has `steps`, else what the environment paid.
+    """
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        return []
+    rewards = iter(_rewards(record))
+    found = []
+    if observation := text(record.get("observation")):
+        found.append(Turn(role=ENVIRONMENT, name="", text=observation, calls=[], unread=[], reward=None))
+    for message in map(table, messages):
+        role = text(message.get("role")) or "message"
+        calls, unread = message.get("tool_calls"), message.get("unread_calls")
+        found.append(
+            Turn(
+                role=role,
+                name=text(message.get("name")),
+                text=_shown(message.get("content")),
+                calls=list(map(_call, calls)) if isinstance(calls, list) else [],
+                unread=list(map(_shown, unread)) if isinstance(unread, list) else [],
+                reward=next(rewards, None) if role == MODEL else None,
+            )
+        )
+    return found
+
+
+def searched_text(record: Mapping[str, Any]) -> str:
+    """The text in which a rollout or an answer is searched: its completion, which has all turns and replies.
+
+    A first observation follows, calls that could not be read, and arguments, which the completion shows with escapes
+    as Python does.
+    """
+    completion, others = text(record.get("text")), list[str]()
+    for turn in conversation_turns(record):
+        others += [turn["text"]] if turn["role"] == ENVIRONMENT else []
+        others += turn["unread"]
+        others += [value for call in turn["calls"] for _, value in call["arguments"]]
+    return "\n".join([completion, *(other for other in others if other not in completion)])
+
+
+def _shown(value: Any) -> str:
+    """A text as it is, nothing as an empty text, any other value as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _call(value: Any) -> Call:
+    function = table(table(value).get("function"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        given = [(name, _shown(argument)) for name, argument in arguments.items()]
+    else:
+        given = [("", _shown(arguments))] if arguments else []
+    return Call(name=_shown(function.get("name")), arguments=given)
+
+
+def _rewards(record: Mapping[str, Any]) -> list[float | None]:
+    """The reward of each turn of the model; [] if none was paid."""
+    steps, paid = record.get("steps"), record.get("turn_rewards")
+    given = [step[-1] for step in steps if isinstance(step, list) and step] if isinstance(steps, list) else paid
+    rewards = [number(reward) for reward in given] if isinstance(given, list) else []
+    return rewards if any(rewards) else []

@@ -20,30 +20,33 @@ fsync at every step would take longer than a step of control.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
+from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ConfigError
 from covey.config.files import LARGEST_RECORDS, append_below, faults_of, open_below, path_error, read_below, sync
-from covey.config.model_sources import (  # noqa: F401 -- see above
+from covey.config.model_sources import (
     ADAPTER_FOLDER,
-    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     CRITIC_FOLDER,
     MODEL_FOLDER,
     REWARD_MODEL_FOLDER,
 )
-from covey.tracking.records import encode, rollout_record
-from covey.tracking.repeated_steps import Digests, digests
 from covey.tracking.run_folder import (
     HELD_OUT_FOLDER,
     METRICS_FILE,
     ROLLOUTS_FOLDER,
+    STOPPED_FILE,
+    SUMMARY_FILE,
     discard_unstarted,
     open_run_dir,
     write_atomically,
@@ -52,10 +55,6 @@ from covey.tracking.run_folder import (
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
     from covey.data import StepRecord
 
-SUMMARY_FILE = "summary.json"
-STOPPED_FILE = "stopped.json"  # like the summary, of a run that was stopped before its end
-CURVE_FILE = "curve.png"
-ITERATIONS_FILE = "iterations.jsonl"  # of an iterative run: its trainings of the reward model
 _LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more than its last line
 
 
@@ -181,9 +180,7 @@ class RunStore:
     def _rewind_metrics(self, step: int) -> list[str]:
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
-        with faults_of(path):
-            lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
-        records = [record for record in map(_read_record, lines) if record is not None]
+        lines, records = self._recorded()
         kept = {record["step"]: record for record in records if 1 <= record["step"] <= step}
         lost = sorted(set(range(1, step + 1)) - kept.keys())
         notes = []
@@ -201,10 +198,13 @@ class RunStore:
         Raises:
             MachineError: if the file cannot be read.
         """
-        path = self.run_dir / METRICS_FILE
-        with faults_of(path):
+        return max((record["step"] for record in self._recorded()[1]), default=0)
+
+    def _recorded(self) -> tuple[list[bytes], list[dict[str, Any]]]:
+        """The lines of the metrics file, and the records of those that are not damaged."""
+        with faults_of(self.run_dir / METRICS_FILE):
             lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
-        return max((record["step"] for record in map(_read_record, lines) if record is not None), default=0)
+        return lines, [record for record in map(_read_record, lines) if record is not None]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json` atomically.
@@ -221,7 +221,7 @@ class RunStore:
                            "remedy": "Try sampling.max_new_tokens = 16 (now 8)"}]}
 
         The first evaluation is the one at the training's token limit. "score_kind" is a key of
-        `covey.tracking.score_kinds.SCORE_KINDS`, whose `estimate` computes the inner tables: "accuracy" if the reward
+        `covey.tracking.wording.SCORE_KINDS`, whose `estimate` computes the inner tables: "accuracy" if the reward
         is always right (1) or wrong (0), else "score". "low" and "high" are null for the score of a single problem,
         which has no interval. With "domain": "control" a score is a mean return ("score_kind": "return"), the count is
         that of the episodes, there is no "max_new_tokens", and there are four more keys:
@@ -280,17 +280,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         lines = read_below(path.parent, path.name, most=LARGEST_RECORDS).splitlines()
     except OSError as error:
         raise path_error(error, f"cannot read {path}", path) from error
-    return list(_parsed(lines, path))
-
-
-def _parsed(lines: list[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        record = _read_record(line)
-        if record is None:
-            if number == len(lines):
-                return
-            raise ConfigError(f"{path}, line {number} is damaged: mend or delete it")
-        yield record
+    records = [_read_record(line) for line in lines]
+    if records and records[-1] is None:
+        records.pop()
+    if None in records:
+        raise ConfigError(f"{path}, line {records.index(None) + 1} is damaged: mend or delete it")
+    return [record for record in records if record is not None]
 
 
 def _read_record(line: bytes) -> dict[str, Any] | None:
@@ -325,3 +320,180 @@ def _steps_in_words(steps: Sequence[int]) -> str:
     shown = ranges if len(ranges) <= 5 else [*ranges[:4], f"{len(ranges) - 4} other ranges"]
     words = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
     return f"step{'s' if len(steps) > 1 else ''} {words}"
+
+
+if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
+    from covey.data import StepRecord
+
+NOT_COMPARED = {"columns", "extra"}  # may have objects or times of the user's; training reads neither
+Digests = dict[str, str]  # key of a line -> checksum of its values in all lines
+
+
+def digests(path: Path) -> Digests:
+    """Checksums of a file of rollouts, one for each key of its lines; {} if it is missing or damaged."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    try:
+        with open_below(path.parent, path.name) as file:
+            for number, line in enumerate(file):
+                for key, value in json.loads(line.decode("utf-8", "surrogateescape")).items():
+                    if key not in NOT_COMPARED:
+                        found.setdefault(key, []).append((number, json.dumps(value)))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return {key: sha256(repr(values).encode()).hexdigest() for key, values in found.items()}
+
+
+class RepeatedSteps:
+    """An observer that says so once if a step differs from its record before the resume."""
+
+    def __init__(
+        self, before: Mapping[int, Digests], rollouts_path: Callable[[int], Path], note: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            before: the digests of the steps' former records.
+            rollouts_path: the file of a step's rollouts.
+            note: shows a line to the user.
+        """
+        self._before, self._path, self._note = dict(before), rollouts_path, note
+
+    def record(self, step: StepRecord) -> None:
+        """Compare a step, which is recorded already."""
+        before = self._before.pop(step.step, {})
+        if not before:
+            return
+        now = digests(self._path(step.step))
+        different = [key for key in before | now if before.get(key) != now.get(key)]
+        if different:
+            self._before.clear()  # later steps differ because this one does
+            self._note(
+                f"step {step.step} was sampled again, and its rollouts differ from those that were recorded before the "
+                f"resume (in {', '.join(different)}): the environment, a reward or the sampler is not repeatable, so "
+                "this run is not that of an uninterrupted one"
+            )
+
+
+if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
+    from covey.data import Group, Rollout, RolloutCredit, Start
+
+
+def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCredit) -> dict[str, Any]:
+    """One rollout as a line of the rollouts file, without observations; `group` is the start's index within the step.
+
+    >>> {"step": 3, "group": 0, "prompt": "2+2=", "columns": {"answer": "4"}, "text": "4", "reward": 1.0,
+    ...  "reward_parts": {"numeric": 1.0}, "score": 1.0, "end": "stop", "decisions": 2, "version": 2,
+    ...  "advantage": 1.73, "baseline": 0.25}
+
+    "decisions" counts the actions that the policy decided. "version" is that of the weights that sampled, which every
+    update raises by 1. "advantage" is the mean over the decisions; null if the grading failed or the group was dropped.
+    "baseline" is the mean reward of the graded rollouts of the group, null if they are fewer than two; with a critic it
+    is the mean of its values over the decisions, null if the grading failed.
+
+    Conversations have "messages", the chat after the prompt, and "turn_rewards", what the environment paid for each
+    turn; "observation", the environment's first text, which follows the prompt, if there is one; and "failure", the
+    reason, if the environment failed.
+
+    Some keys are in some lines only. "kind": the kind of problem, if the task names kinds. "undecided": positions after
+    the prompt, as [first, after the last] pairs, of actions that the policy did not decide, such as the tokens of a
+    tool's output. "model_prompt": what a language model read before the completion, as "text" with special tokens and
+    as "ids"; it is in the first rollout of a group, and in one that read another prompt than the rollout before it.
+    "dropped": true in groups that were replaced by others, and not trained on. "tokens", with record.tokens: the fields
+    of `covey.data.TokenTable`.
+    """
+    record = {
+        "step": step,
+        "group": group.start.index,
+        **({"kind": group.start.kind} if group.start.kind else {}),
+        **_attempt(group.start, rollout),
+        "end": str(rollout.end),
+        "decisions": rollout.decisions,
+        **_undecided(rollout),
+        "version": rollout.version,
+        "advantage": credit.advantage,
+        "baseline": credit.baseline,
+    }
+    record |= {"model_prompt": vars(credit.prompt)} if credit.prompt is not None else {}
+    record |= {"dropped": True} if group.dropped else {}
+    record |= {"tokens": vars(credit.tokens)} if credit.tokens is not None else {}
+    return record | _steps(rollout)
+
+
+def answer_record(step: int, max_new_tokens: int, start: Start, rollout: Rollout) -> dict[str, Any]:
+    """A held-out answer as a line of its file; `problem` is the start's index among the held-out problems.
+
+    >>> {"step": 20, "max_new_tokens": 64, "problem": 0, "prompt": "2+2=", "columns": {"answer": "4"}, "text": "5",
+    ...  "reward": 0.0, "reward_parts": {"numeric": 0.0}, "score": 0.0, "tokens": 2, "truncated": False}
+
+    "score" is the value that the evaluation averages, "reward" the weighted sum of "reward_parts"; null: not graded.
+    "truncated" is true if the token limit ended the answer. "tokens" counts those that the model sampled; "undecided"
+    is as in `rollout_record`.
+    """
+    return {
+        "step": step,
+        "max_new_tokens": max_new_tokens,
+        "problem": start.index,
+        **({"kind": start.kind} if start.kind else {}),
+        **_attempt(start, rollout),
+        "tokens": rollout.decisions,
+        **_undecided(rollout),
+        "truncated": rollout.end.is_limit,
+    } | _steps(rollout)
+
+
+def _attempt(start: Start, rollout: Rollout) -> dict[str, Any]:
+    """The common fields of rollouts and held-out answers: the prompt with its columns, the completion, the rewards."""
+    return {
+        "prompt": start.prompt,
+        "columns": dict(start.columns),
+        "text": rollout.text,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        **({"extra": rollout.extras} if rollout.extras else {}),
+        **({"observation": rollout.observation} if rollout.observation else {}),
+        **({} if rollout.messages is None else {"messages": list(rollout.messages)}),
+        **({} if rollout.turn_rewards is None else {"turn_rewards": list(rollout.turn_rewards)}),
+        **({"failure": rollout.failure} if rollout.failure else {}),
+    }
+
+
+def _undecided(rollout: Rollout) -> dict[str, Any]:
+    """Stretches of actions that the policy did not decide, as [first, after the last]; nothing if it decided all."""
+    if rollout.decided is None:
+        return {}
+    known = [True, *map(bool, rollout.decided), True]
+    edges = [place for place, (before, now) in enumerate(pairwise(known)) if before != now]
+    spans = [list(span) for span in zip(edges[::2], edges[1::2], strict=True)]
+    return {"undecided": spans} if spans else {}
+
+
+def _steps(rollout: Rollout) -> dict[str, Any]:
+    """The reasoning steps of a completion with their rewards; empty if it has none."""
+    if rollout.step_texts is None or rollout.step_ends is None or rollout.step_rewards is None:
+        return {}
+    earned = [rollout.step_rewards[end] for end in rollout.step_ends]
+    return {"steps": [list(step) for step in zip(rollout.step_texts, earned, strict=True)]}
+
+
+def encode(value: Any, indent: int | None = None) -> bytes:
+    """Standard JSON in UTF-8; NaN and infinity become null, a lone surrogate stays an escape."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):  # rare, and checking every value first takes twice as long
+        text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Nested values in JSON's types; a value of any other type becomes its text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):  # NumPy's numbers too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)

@@ -17,11 +17,9 @@ from covey.config.fields import iter_fields
 from covey.config.files import open_below, status_below
 from covey.config.recipe import config_from_dict
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
-from covey.tracking.metric_table import MetricTable
 from covey.tracking.metrics import METRICS, find
-from covey.tracking.run_reader import number, ranges, rollouts_file, table
-from covey.tracking.score_kinds import has_interval, is_above
-from covey.tracking.wording import WORDINGS
+from covey.tracking.run_reader import MetricTable, number, ranges, rollouts_file, table
+from covey.tracking.wording import WORDINGS, has_interval, is_above
 from covey.watch.files import recordings
 from covey.watch.index import Indexer, Query, index_path, progress, select
 from covey.watch.library import Library, Run

@@ -21,7 +21,7 @@ from covey.config.fields import did_you_mean_file
 from covey.config.files import unusual_kind, user_path
 from covey.config.terminal import say
 from covey.runtime.web_server import Refusal, WebServer, listen, web_server
-from covey.tracking.run_state import find_runs, is_run
+from covey.tracking.run_folder import find_runs, is_run
 from covey.watch.answers import Advise, Answers, no_advice
 from covey.watch.index import Indexer
 from covey.watch.library import Library

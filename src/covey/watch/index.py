@@ -35,9 +35,19 @@ from typing import Any, BinaryIO
 from covey.config.files import files_below, make_folder, open_below
 from covey.runtime.variables import cache_folder
 from covey.tracking.run_folder import ROLLOUTS_FOLDER
-from covey.tracking.run_reader import STEP_FILE, Group, RunReader, number, parse_line, prompt_text, rollouts_file
-from covey.tracking.turns import searched_text
-from covey.watch.rollouts import is_failed, is_truncated, list_row
+from covey.tracking.run_reader import (
+    STEP_FILE,
+    Group,
+    RunReader,
+    is_failed,
+    is_truncated,
+    number,
+    parse_line,
+    prompt_text,
+    rollouts_file,
+    searched_text,
+)
+from covey.watch.rollouts import list_row
 
 SCHEMA_VERSION = 4
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction

@@ -17,11 +17,8 @@ from covey.config.fields import printable
 from covey.config.files import read_end, status_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.tracking.evaluations import evaluations_of
-from covey.tracking.metric_table import MetricTable, parse_metrics
-from covey.tracking.run_folder import METRICS_FILE
-from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
-from covey.tracking.run_state import find_runs, last_change, run_state
-from covey.tracking.run_store import STOPPED_FILE, SUMMARY_FILE
+from covey.tracking.run_folder import METRICS_FILE, STOPPED_FILE, SUMMARY_FILE, find_runs, last_change, run_state
+from covey.tracking.run_reader import MetricTable, RunReader, kind_of_run, number, parse_metrics, table, text
 from covey.watch.files import last_recording
 
 SEARCH_SECONDS = 2.0  # least time between two searches for runs

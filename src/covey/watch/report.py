@@ -19,10 +19,10 @@ from typing import Any
 
 from covey.config.fields import plural, printable
 from covey.config.files import open_below
-from covey.tracking.records import encode
-from covey.tracking.rollout_choice import information
+from covey.tracking.evaluations import information
 from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_reader import Group, ranges
+from covey.tracking.run_store import encode
 from covey.watch.answers import Advise, Answers, no_advice
 from covey.watch.files import STATIC
 from covey.watch.library import Library, Run

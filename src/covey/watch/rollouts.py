@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from covey.tracking.run_reader import LIMITS, Group, number, prompt_text, table, text
-from covey.tracking.turns import conversation_turns, searched_text
+from covey.tracking.run_reader import (
+    Group,
+    conversation_turns,
+    is_failed,
+    is_truncated,
+    number,
+    prompt_text,
+    searched_text,
+    table,
+    text,
+)
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 200, 400  # of a rollout in a list
 
@@ -92,16 +101,6 @@ def list_row(place: tuple[int, int, int], line: dict[str, Any], signal: bool, wa
         "text_from": utf16_length(completion[:begin]),
         "match": match,
     }
-
-
-def is_truncated(line: dict[str, Any]) -> bool:
-    """True if a token limit or a time limit ended the rollout."""
-    return line.get("end") in LIMITS
-
-
-def is_failed(line: dict[str, Any]) -> bool:
-    """True if the rollout could not be graded."""
-    return number(line.get("reward")) is None
 
 
 def utf16_length(part: str) -> int:

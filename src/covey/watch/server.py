@@ -156,7 +156,7 @@ from starlette.types import ASGIApp
 from covey.config.files import Refused, TooLarge
 from covey.runtime.web_server import failure, one_line
 from covey.tracking.evaluations import KINDS, ORDERS
-from covey.tracking.records import encode
+from covey.tracking.run_store import encode
 from covey.watch.answers import FEWEST_POINTS, MOST_POINTS, POINTS, Answers, NotFound
 from covey.watch.files import OpenFile, open_recording, open_static
 from covey.watch.index import FILTERS, LONGEST_QUERY, Indexer, Query, index_path, progress

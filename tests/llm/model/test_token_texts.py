@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from covey.llm.model.chat import TokenTexts
-from covey.tracking.records import encode
+from covey.tracking.run_store import encode
 
 
 def of_bytes() -> PreTrainedTokenizerFast:

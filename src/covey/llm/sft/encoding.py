@@ -24,7 +24,7 @@ from covey.llm.data.sft_examples import Example, Messages
 from covey.llm.model.architecture import longest_row
 from covey.llm.model.chat import Chat
 from covey.llm.sampler import GivenPrompt
-from covey.tracking.records import encode
+from covey.tracking.run_store import encode
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import Any
 
 from covey.config.fields import command, plural
 from covey.config.files import read_below
+from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import read_tables
 from covey.tracking.diagnosis import checks, history
 from covey.tracking.diagnosis.history import SETTLED, History, Seen, Settings, Severity
-from covey.tracking.run_store import CONFIG_FILE, SUMMARY_FILE, read_metrics
+from covey.tracking.run_folder import SUMMARY_FILE
+from covey.tracking.run_store import read_metrics
 
 TRACKED = ("reward/mean", "reward/std", "score/mean")  # in any case
 SKIPPED = "update/skipped_steps"

@@ -21,9 +21,8 @@ from covey.config.files import faults_of, read_below
 from covey.config.recipe import config_to_dict
 from covey.config.sft import RewardModelTraining
 from covey.tracking.console import last_turn
-from covey.tracking.records import rollout_record
 from covey.tracking.run_folder import TRACKERS_FOLDER
-from covey.tracking.run_store import RunStore, read_metrics
+from covey.tracking.run_store import RunStore, read_metrics, rollout_record
 from covey.tracking.trackers.adapters import ADAPTERS, COLUMNS, Position, Row, TrackedRun, Tracker
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
