@@ -281,13 +281,6 @@ def test_two_tensors_with_one_path_are_refused(folder):
         folder.save(1, {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}})
 
 
-def test_the_manifest_names_sizes_and_hashes(folder):
-    folder.save(1, small_state(1))
-    manifest = json.loads((folder.folder(1) / "manifest.json").read_text())
-    assert manifest["step"] == 1
-    assert set(manifest["files"]) == {"tensors.safetensors", "state.json"}
-
-
 @pytest.fixture
 def pinning(tmp_path):
     return CheckpointFolder(tmp_path / "checkpoints", keep=2, keep_best=True)

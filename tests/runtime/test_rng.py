@@ -51,11 +51,6 @@ def test_uniform_is_53_bits_of_the_first_two_words():
     assert uniforms(3, 5, [6], [7], [8]).tolist() == [expected]
 
 
-def test_largest_words_stay_below_one():
-    largest = ((0xFFFFFFFF >> 5) * 2.0**26 + (0xFFFFFFFF >> 6)) * 2.0**-53
-    assert largest == 1.0 - 2.0**-53
-
-
 @settings(max_examples=50)
 @given(WORDS, WORDS, st.lists(st.tuples(WORDS, WORDS, WORDS), min_size=1, max_size=20), st.randoms())
 def test_each_number_depends_on_its_own_row_only(seed, step, rows, shuffler):
