@@ -229,8 +229,8 @@ def loads_by_transformers(tree):
 @pytest.mark.slow
 def test_models_are_loaded_in_one_place_without_code_of_their_own():
     found = {name_of(path): list(loads_by_transformers(parse(path))) for path in FILES}
-    assert {name for name, calls in found.items() if calls} == {"src/covey/llm/model/pretrained.py"}
-    assert all(is_safe for _, is_safe in found["src/covey/llm/model/pretrained.py"])
+    assert {name for name, calls in found.items() if calls} == {"src/covey/llm/model/files.py"}
+    assert all(is_safe for _, is_safe in found["src/covey/llm/model/files.py"])
     text = "".join(path.read_text(encoding="utf-8") for path in FILES)
     assert "trust_remote_code=True" not in text.replace(" ", "")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel
 
 from covey.algorithms import KLInReward, KLPenalty, ppo
@@ -19,6 +19,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
+from helpers.plain_passes import Kept, gradients_of, plain_values, same_gradients
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 from helpers.updates import one_update
 
@@ -58,30 +59,6 @@ def make(
     return policy if own_trunk else policy.with_outputs(SharedTrunkValues(critic)), critic
 
 
-def plain_values(model: nn.Module, critic: LanguageCritic, batch: Batch) -> Tensor:
-    """values_BT: one ordinary forward a rollout; what stands before a decision predicts it and has the value."""
-    values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
-    for row, prompt in enumerate(batch.context):
-        length = int(batch.mask_BT[row].sum())
-        tokens = torch.tensor([*prompt, *batch.actions_BT[row, :length].tolist()])
-        with torch.no_grad():
-            hidden = model.base_model(input_ids=tokens[None]).last_hidden_state[0]
-            value = hidden @ critic.head.linear.weight[0] + critic.head.linear.bias
-        values_BT[row, :length] = value[len(prompt) - 1 : len(prompt) - 1 + length]
-    return values_BT
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def same_gradients(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, expected in second.items():
-        # Norms of some models compute in fp32 whatever the precision around them.
-        assert (first[name] - expected).norm() <= 1e-5 * expected.norm().clamp(min=1e-3), name
-
-
 # --- values ---
 
 
@@ -92,7 +69,8 @@ def test_values_are_those_of_a_plain_forward(kind, own_trunk):
     policy, critic = make(kind, own_trunk=own_trunk)
     assert critic.packed == (kind in SHARED)
     batch = collate(some_groups())
-    expected = plain_values(tiny_model(kind, dtype=torch.float64), critic, batch)
+    model = tiny_model(kind, dtype=torch.float64)
+    expected = plain_values(model.base_model, critic.head.linear, batch).detach()
     assert float(expected[batch.mask_BT].std()) > 0.1
     torch.testing.assert_close(critic.values(batch), expected, rtol=1e-5, atol=1e-5)
     told = policy.evaluate(batch).values_BT
@@ -152,7 +130,7 @@ def test_returns_and_advantages_over_tokens_with_the_kl_in_the_reward():
     )
     assert batch.returns_BT is not None
     assert batch.advantages_BT is not None
-    values = plain_values(policy.module, critic, batch).tolist()
+    values = plain_values(policy.module.base_model, critic.head.linear, batch).tolist()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert {rollout.end for rollout in rollouts} == set(ENDS)
     all_values, all_returns = [], []
@@ -184,21 +162,6 @@ def test_a_reward_is_not_paid_twice_where_the_token_limit_cut():
 
 
 # --- whom the losses move ---
-
-
-class Kept:
-    """An optimizer that keeps the gradient and changes nothing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.found: list[dict[str, Tensor]] = []
-
-    def before_last_pass(self) -> None: ...
-
-    def step(self, learning_rate: float):
-        self.found.append(gradients_of(self.module))
-        self.module.zero_grad()
-        return type("Result", (), {"grad_norm": 1.0, "applied": True})()
 
 
 def annotated(policy: LanguagePolicy, critic: LanguageCritic, algorithm) -> Batch:

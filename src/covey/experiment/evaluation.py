@@ -21,8 +21,8 @@ from covey.experiment.problem import Completions, build_problem, build_rollout_k
 from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
+from covey.llm.model.files import cached_folder
 from covey.llm.model.loading import find_chat, resolve_checkpoint
-from covey.llm.model.pretrained import cached_folder
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.device import build_machine
 from covey.runtime.distributed import ALONE

@@ -12,8 +12,7 @@ from covey.config.rules import VERIFIER
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group, Start
 from covey.llm.grader import RewardGrader
-from covey.llm.reward_models.continuation_labels import StepLabeller
-from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepSource
+from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepLabeller, StepSource
 from covey.llm.reward_models.iteration import IteratedRewardModel, Record
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.reward import ModelReward

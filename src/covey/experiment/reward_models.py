@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,21 @@ from covey.experiment.models import LoadedPolicy, load_policy
 from covey.experiment.problem import build_problem
 from covey.experiment.supervised import SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
-from covey.llm.data.rows import hold_out, without_held_out
-from covey.llm.model.architecture import position_limit
+from covey.llm.data.rows import Split, encode_split, hold_out, without_held_out
+from covey.llm.model.architecture import position_limit, shortest
 from covey.llm.model.loading import resolve_checkpoint
-from covey.llm.reward_models.continuation_labels import LabelledCompletion, StepLabeller
-from covey.llm.reward_models.evaluation import Quality, evaluate
 from covey.llm.reward_models.examples import (
+    REWARD_OPTIONS,
     EncodedExample,
     Objective,
     choose_objective,
+    encode_example,
     encode_examples,
     kind_of_examples,
 )
-from covey.llm.reward_models.graded_groups import PairSource, graded_completions
+from covey.llm.reward_models.graded_groups import LabelledCompletion, PairSource, StepLabeller, graded_completions
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
-from covey.llm.reward_models.model import RewardModel
-from covey.llm.reward_models.training import RewardModelTrainer, by_prompt
+from covey.llm.reward_models.training import Quality, RewardModelTrainer, by_prompt, evaluate
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.runtime.device import Machine, build_machine
 from covey.runtime.distributed import ALONE
@@ -67,19 +67,16 @@ from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
 
 RELIABILITY_FILE = "reliability.png"
-SCALE_COMPLETIONS = 2000  # completions of the training data from which the mean and deviation of scores are measured
 
 
 @dataclass(frozen=True)
 class Data:
     """Examples of a training."""
 
-    training: list[Example]
-    held_out: list[Example]
+    split: Split[Example]
     objective: Objective
     kind: RewardModelKind
     inputs: dict[str, str]  # SHA-256 of the files
-    overlap: int = 0  # examples that were dropped because their prompts are held out
 
 
 def read_training_data(config: RewardModelTraining) -> Data:
@@ -97,7 +94,7 @@ def read_training_data(config: RewardModelTraining) -> Data:
         held_out = read_examples(config.held_out, config.grade_column)
         if type(held_out[0]) is not type(examples[0]):
             raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
-        kept = without_held_out(
+        split = without_held_out(
             examples,
             held_out,
             paths=(config.data, config.held_out),
@@ -106,10 +103,9 @@ def read_training_data(config: RewardModelTraining) -> Data:
         )
     else:
         one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
-        kept, held_out = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
-    objective = choose_objective([*kept, *held_out], config.grade_loss, config.center)
-    overlap = len(examples) - len(kept) if config.held_out else 0
-    return Data(kept, held_out, objective, kind_of_examples(kept), inputs, overlap)
+        split = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
+    objective = choose_objective([*split.training, *split.held_out], config.grade_loss, config.center)
+    return Data(split, objective, kind_of_examples(split.training), inputs)
 
 
 def train_reward_model(
@@ -157,7 +153,14 @@ class RewardModelBuilder(SupervisedBuilder):
         reads_end = data.kind is RewardModelKind.PROCESS
         self.model.scale = replace(self.model.scale, step_separator=config.step_separator, reads_end=reads_end)
         self.found = notes = list[str]()
-        self.examples, self.held_out = _encoded(self.model, data, config, notes)
+        self.examples, self.held_out = encode_split(
+            data.split,
+            partial(encode_example, encoder=self.model.encoder),
+            shortest(config.max_tokens or None, self.model.longest),
+            drop=config.long_examples == "drop",
+            options=REWARD_OPTIONS,
+            notes=notes,
+        )
         self.config = replace(config, steps=config.epochs * self.per_epoch)
         self.patience = config.patience
         self._quality: Quality | None = None  # the last one that was measured
@@ -211,8 +214,7 @@ class RewardModelBuilder(SupervisedBuilder):
     def _collect(self) -> Callable[[Path], None]:
         """Measure the scale of the scores; returns a function that writes the model."""
         model = self.model
-        if model.kind is RewardModelKind.OUTCOME:
-            model.measure_scale([row for one in self.examples for row in one.rows][:SCALE_COMPLETIONS])
+        model.measure_scale([row for one in self.examples for row in one.rows])
         return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
 
     def _facts(self) -> dict[str, Any]:
@@ -260,32 +262,12 @@ def evaluate_reward_model(
         raise ConfigError(
             f"{data} has data of {kind.with_article}, and {name} is {model.kind.with_article}: name other data"
         )
-    encoded, _ = encode_examples(
-        examples, model.encoder, _most_tokens(model, config), drop=config.long_examples == "drop"
-    )
+    longest = shortest(config.max_tokens or None, model.longest)
+    encoded = encode_examples(examples, model.encoder, longest, drop=config.long_examples == "drop")
     quality = evaluate(model, encoded, objective)
     if picture is not None and quality.reliability is not None:
         draw_reliability(picture, quality.reliability, f"{model.kind.noun}, {plural(len(encoded), 'example')}")
     return quality, len(encoded)
-
-
-def _encoded(
-    model: RewardModel, data: Data, config: RewardModelConfig, notes: list[str]
-) -> tuple[list[EncodedExample], list[EncodedExample]]:
-    """The encoded training and held-out examples."""
-    most, drop = _most_tokens(model, config), config.long_examples == "drop"
-    examples, dropped = encode_examples(data.training, model.encoder, most, drop=drop)
-    held_out, more = encode_examples(data.held_out, model.encoder, most, drop=drop)
-    if dropped + more:
-        notes.append(f"{plural(dropped + more, 'example')} of more than {most:,} tokens were left out")
-    if data.overlap:
-        notes.append(f"{plural(data.overlap, 'example')} left out of training because their prompts are held out")
-    return examples, held_out
-
-
-def _most_tokens(model: RewardModel, config: RewardModelConfig) -> int | None:
-    limit = model.longest
-    return min(config.max_tokens or limit or 0, limit or config.max_tokens) or None
 
 
 def _absolute(model: str) -> str:
@@ -411,7 +393,7 @@ def _examples(groups: list[Group], options: LabelOptions, labeller: StepLabeller
     if options.data == "grades":
         records = [{"prompt": one.prompt, "completion": one.completion, "grade": bool(one.grade)} for one in graded]
         return _Examples(records, len(graded), right)
-    pairs = PairSource(labeller.sampler.seed, options.completions).pairs(groups, 1)
+    pairs = PairSource(labeller.sampler.seed, options.completions).examples(groups, 1)
     records = [{"prompt": one.prompt, "chosen": one.chosen, "rejected": one.rejected} for one in pairs]
     return _Examples(records, len(graded), right)
 

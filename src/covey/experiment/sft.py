@@ -34,16 +34,16 @@ from covey.experiment.job import Experiment, begun
 from covey.experiment.models import load_policy, load_trainable
 from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
 from covey.experiment.supervised import SupervisedBuilder
-from covey.llm.data.rows import hold_out
-from covey.llm.data.sft_examples import Examples
+from covey.llm.data.rows import Split, encode_fitting, encode_split, hold_out
+from covey.llm.data.sft_examples import Example
 from covey.llm.model.loading import load_chat, resolve_checkpoint, save_architecture
 from covey.llm.sampler import LanguageSampler
 from covey.llm.sft.encoding import (
+    SFT_OPTIONS,
     EncodedExample,
     ExampleEncoder,
     Sample,
     batch_of,
-    encode_examples,
     longest_example,
     read_back,
     select,
@@ -89,7 +89,7 @@ class Data:
 
 
 def train_sft(
-    config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Examples | None = None
+    config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Split[Example] | None = None
 ) -> RunResult | None:
     """Train a model on the examples of a recipe.
 
@@ -118,7 +118,7 @@ def train_sft(
         return job.run(SFTBuilder(config, data, machine), data.inputs)
 
 
-def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
+def read_data(config: RunConfig, examples: Split[Example] | None = None) -> Data:
     """The examples of a config as tokens, for which only the tokenizer of the model is loaded.
 
     Args:
@@ -130,17 +130,15 @@ def read_data(config: RunConfig, examples: Examples | None = None) -> Data:
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
     examples = read_source(config) if examples is None else examples
-    encoder, longest = ExampleEncoder(chat, tools_of(config)), longest_example(model_config, config.sft.max_tokens)
-    drop = config.sft.long_examples == "drop"
-    training, held_out = (
-        encode_examples(some, encoder, longest, drop=drop) for some in (examples.training, examples.held_out)
-    )
     notes = rendered_notes((example.prompt for example in (*examples.training, *examples.held_out)), chat)
-    dropped = len(examples.training) + len(examples.held_out) - len(training) - len(held_out)
-    if dropped:
-        notes.append(f"{plural(dropped, 'example')} of more than {longest:,} tokens left out")
-    if examples.overlap:
-        notes.append(f"{plural(examples.overlap, 'example')} left out of training because their prompts are held out")
+    training, held_out = encode_split(
+        examples,
+        ExampleEncoder(chat, tools_of(config)).encode,
+        longest_example(model_config, config.sft.max_tokens),
+        drop=config.sft.long_examples == "drop",
+        options=SFT_OPTIONS,
+        notes=notes,
+    )
     return Data(training, held_out, notes)
 
 
@@ -301,17 +299,10 @@ def _examples(
     sft, groups = config.sft, list(groups)
     chosen = select(groups, sft, sampler.prompt_of, remedy=remedy)
     longest = longest_example(model_config, sft.max_tokens)
-    fitting = [sample for sample in chosen if longest is None or sample.example.tokens <= longest]
+    drop = sft.long_examples == "drop"
+    fitting = encode_fitting(chosen, lambda sample: sample, longest, drop=drop, options=SFT_OPTIONS)
     told = list(notes)
     if len(fitting) < len(chosen):
-        place = next(sample.place for sample in chosen if sample not in fitting)
-        if sft.long_examples != "drop":
-            raise ConfigError(
-                f"{place} has more than {longest:,} tokens with its prompt: raise sft.max_tokens up to the model's "
-                'limit, or set sft.long_examples = "drop"'
-            )
-        if not fitting:
-            raise ConfigError(f"every example has more than {longest:,} tokens: raise sft.max_tokens")
         told.append(f"{plural(len(chosen) - len(fitting), 'example')} of more than {longest:,} tokens left out")
     rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.reward is not None]
     told.append(
@@ -324,7 +315,8 @@ def _examples(
         "the examples have one prompt only, so none is left to hold out: sample more prompts, lower sft.min_reward, or "
         "set sft.held_out_fraction = 0"
     )
-    return Data.of_samples(*hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt), told)
+    split = hold_out(fitting, sft.held_out_fraction, one_prompt=one_prompt)
+    return Data.of_samples(split.training, split.held_out, told)
 
 
 def _differences(config: RunConfig, reader: RunReader) -> list[str]:

@@ -12,15 +12,14 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from covey.config import ConfigError
 from covey.config.files import path_error
 from covey.data import Batch
-from covey.llm.model.files import read_weight_files
+from covey.llm.model.files import build, read_part, read_weight_files, save_weights, trunk_class
 from covey.llm.model.logprobs import ActionHiddenStates, hidden_states_for_actions
 from covey.llm.model.lora import Adapter, save_adapter
-from covey.llm.model.pretrained import build, read_config, save_weights, trunk_class
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.sharding import WHOLE, Weights
 
@@ -134,11 +133,9 @@ class LanguageCritic:
             raise path_error(error, f"take away the critic in {folder}, which does not fit", folder) from error
 
     def _load_trunk(self, folder: Path) -> None:
-        config = read_config(folder, str(folder))
+        config = read_part(AutoConfig, folder, str(folder))
         with read_weight_files(folder, str(folder)).open() as tensors:
-            trunk, misfits = build(trunk_class(config, str(folder)), config, tensors, self.trunk.dtype, str(folder))
-        if misfits:
-            raise ConfigError("; ".join(misfits))
+            trunk = build(trunk_class(config, str(folder)), config, tensors, self.trunk.dtype, str(folder))
         self.trunk.load_state_dict(trunk.state_dict())
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
+from covey.llm.model.files import save_weights
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.logprobs import (
     EVERY,
@@ -36,7 +37,6 @@ from covey.llm.model.logprobs import (
 from covey.llm.model.lora import merged_tensors, with_present_adapter
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import order_rows, split_rows
-from covey.llm.model.pretrained import save_weights
 from covey.runtime.sharding import WHOLE, Weights
 
 

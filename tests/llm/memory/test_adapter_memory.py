@@ -8,79 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from covey.cli.main import main
 from covey.config import ConfigError, CriticConfig, LoRAConfig, LossConfig, ReferenceConfig, RunConfig, UpdateConfig
-from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.experiment.plan import check_memory, plan_memory
+from covey.experiment.plan import check_memory
 from covey.llm.generation import backend
-from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import activation_bytes, activation_change, adapter_parameters, predict
 from covey.llm.model.lora import add_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.runtime.optimizer import MasterAdamW
+from helpers.memory_models import SMOLLM2, batch_of, bytes_kept, sized_model
 
 CONFIG = RunConfig(precision="bf16", device="cpu", model="smollm2-135m")
-GROUPED = {
-    "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 200, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-FIELDS = {
-    "llama": GROUPED,
-    "qwen3": {**GROUPED, "head_dim": 32},
-    "gpt2": {
-        "n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 512, "n_positions": 128,
-        "bos_token_id": 1, "eos_token_id": 2,
-    },
-}  # fmt: skip
 SOME = {
     "llama": ("q_proj", "v_proj"),
     "qwen3": ("q_proj", "k_proj", "v_proj", "up_proj"),
     "gpt2": ("c_attn", "mlp.c_proj"),
 }
-SMOLLM2 = read_dimensions(SMOLLM2_135M)
 LORA = LoRAConfig(rank=16)
 
 
-def tiny(kind: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Dimensions]:
-    config = AutoConfig.for_model(kind, **FIELDS[kind])
-    dimensions = read_dimensions(json.loads(config.to_json_string(use_diff=False)))
-    return AutoModelForCausalLM.from_config(config, dtype=dtype), dimensions
-
-
-def batch_of(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int) -> Batch:
-    def rollout(prompt: int, number: int) -> Rollout:
-        context = [(7 * prompt + 3 * j) % 500 for j in range(prompt_tokens)]
-        actions = [(5 * number + j) % 500 for j in range(new_tokens)]
-        return Rollout(context, actions, [0.0] * new_tokens, EndReason.LENGTH, reward=0.0)
-
-    return collate([Group(Start(i, ""), [rollout(i, j) for j in range(group_size)]) for i in range(prompts)])
-
-
-def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
-    """The storages that autograd keeps between forward and backward, without the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.module.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
-    held: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.evaluate(batch)
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("targets", ["all", "some"])
-@pytest.mark.parametrize("kind", sorted(FIELDS))
+@pytest.mark.parametrize("kind", sorted(SOME))
 def test_the_numbers_of_an_adapter(kind: str, targets: str) -> None:
-    module, size = tiny(kind)
+    module, size = sized_model(kind)
     lora = LoRAConfig(rank=5, targets=SOME[kind] if targets == "some" else ())
     made = list(add_adapter(module, lora).parameters.parameters())
     assert adapter_parameters(size, replace(CONFIG, lora=lora)) == sum(factor.numel() for factor in made)
@@ -92,13 +44,13 @@ def test_the_numbers_of_an_adapter(kind: str, targets: str) -> None:
 @pytest.mark.parametrize("targets", ["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("kind", sorted(FIELDS))
+@pytest.mark.parametrize("kind", sorted(SOME))
 def test_activations_are_those_that_autograd_keeps(
     kind: str, kernels: bool, dtype: torch.dtype, targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
         monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
-    module, size = tiny(kind, dtype)
+    module, size = sized_model(kind, dtype)
     policy = LanguagePolicy(module)
     config = replace(CONFIG, lora=LoRAConfig(rank=5, targets=SOME[kind] if targets == "some" else ()))
     add_adapter(module, config.lora)
@@ -116,11 +68,11 @@ def test_activations_are_those_that_autograd_keeps(
 
 
 def test_what_stays_is_counted_by_the_adapter() -> None:
-    policy = LanguagePolicy(tiny("llama", torch.bfloat16)[0])
+    policy = LanguagePolicy(sized_model("llama", torch.bfloat16)[0])
     adapter = add_adapter(policy.module, LORA)
     made = MasterAdamW(adapter.parameters, 1e-3)
     numbers = sum(master.numel() for master in made.masters.values())
-    size = tiny("llama")[1]
+    size = sized_model("llama")[1]
     parts = predict(size, replace(CONFIG, lora=LORA), device="cpu", width=2).parts
     whole = predict(size, CONFIG, device="cpu", width=2).parts
     names = ("adapter", "fp32 master weights", "optimizer moments", "gradients")
@@ -171,19 +123,6 @@ def test_the_plan_shows_an_adapter_and_its_critic(capsys: pytest.CaptureFixture[
     assert "adapter" in check_memory(replace(CONFIG, lora=LORA))
     more = ["--cluster", "--mean-tokens", "30", "--sampler-devices", "1"]
     assert main(["plan", "smollm2-135m", *words, *more]) == 0
-
-
-def test_an_adapter_is_proposed_if_all_weights_cannot_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--device", "cpu", "--precision", "bf16"]
-    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: int(1.9 * 2**30))
-    for algorithm, words in (("grpo", "--rank 16 --"), ("ppo", "--rank 16 --trunk adapter --")):
-        trunk = "own" if algorithm == "ppo" else None
-        last = plan_memory("smollm2-135m", given, algorithms=[algorithm], critic_trunk=trunk).splitlines()[-1]
-        found = last.partition("With ")[2].removesuffix(f" {algorithm} fits.")
-        assert found.startswith(words), last
-        trunk = "adapter" if algorithm == "ppo" else None
-        fitting = plan_memory("smollm2-135m", [*given, *found.split()], algorithms=[algorithm], critic_trunk=trunk)
-        assert "it fits" in fitting
 
 
 def test_the_gradients_in_a_tree_are_those_of_the_adapter() -> None:

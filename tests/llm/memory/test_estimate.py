@@ -1,7 +1,6 @@
 """The predicted memory against models that are really made, against what autograd really keeps, and against itself."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.cli.main import main
 from covey.config import (
@@ -28,54 +25,26 @@ from covey.config import (
 )
 from covey.config.machine import processors
 from covey.config.rewards import BUILT_IN_REWARDS
-from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.plan import check_memory, plan_memory
 from covey.llm.generation import backend
 from covey.llm.memory import estimate
-from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, find_model_config, read_dimensions
+from covey.llm.memory.dimensions import SMOLLM2_135M, find_model_config, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
 from covey.llm.model import prefix_attention
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
+from helpers.memory_models import FIELDS, SMOLLM2, batch_of, bytes_kept, model_config, sized_model
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(precision="bf16", device="cpu")
 PPO = replace(CONFIG, algorithm="ppo")
-GROUPED = {
-    "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 200, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-FIELDS = {
-    "llama": {**GROUPED, "tie_word_embeddings": True},
-    "llama without groups": {**GROUPED, "num_key_value_heads": 6},
-    "qwen2": {**GROUPED, "tie_word_embeddings": False},
-    "qwen3": {**GROUPED, "head_dim": 32},
-    "gpt2": {
-        "n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 512, "n_positions": 128,
-        "bos_token_id": 1, "eos_token_id": 2,
-    },
-}  # fmt: skip
-
-
-def model_config(kind: str) -> dict:  # type: ignore[type-arg]
-    config = AutoConfig.for_model(kind.split()[0], **FIELDS[kind])
-    return json.loads(config.to_json_string(use_diff=False))
-
-
-def real_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split()[0], **FIELDS[kind]), dtype=dtype)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Dimensions:
-    return read_dimensions(SMOLLM2_135M)
 
 
 @pytest.mark.parametrize("kind", sorted(FIELDS))
 def test_parameters_are_counted_exactly(kind: str) -> None:
-    size, model = read_dimensions(model_config(kind)), real_model(kind)
+    model, size = sized_model(kind)
     assert size.parameters == sum(p.numel() for p in model.parameters())
     head = 0 if size.is_tied else model.get_output_embeddings().weight.numel()
     assert size.trunk_parameters == size.parameters - head
@@ -89,31 +58,6 @@ def test_dimensions_are_those_of_the_architecture() -> None:
     assert (gpt2.has_rms_norm, gpt2.has_head_norms, gpt2.feed_forward_kept) == (False, False, 5)
 
 
-def batch_of(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int) -> Batch:
-    def rollout(prompt: int, number: int) -> Rollout:
-        context = [(7 * prompt + 3 * j) % 500 for j in range(prompt_tokens)]
-        actions = [(5 * number + j) % 500 for j in range(new_tokens)]
-        return Rollout(context, actions, [0.0] * new_tokens, EndReason.LENGTH, reward=0.0)
-
-    groups = [Group(Start(i, ""), [rollout(i, number) for number in range(group_size)]) for i in range(prompts)]
-    return collate(groups)
-
-
-def bytes_kept(policy: LanguagePolicy, batch: Batch) -> int:
-    """What autograd holds on to between forward and backward, the weights aside; a storage counts once."""
-    weights = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.evaluate(batch)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
 @pytest.mark.sampled(42)
 @pytest.mark.parametrize("limit", [prefix_attention.SCORES_LIMIT, 0], ids=["products", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -125,9 +69,9 @@ def test_activations_are_what_autograd_keeps(
     if not kernels:
         monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
     monkeypatch.setattr(prefix_attention, "SCORES_LIMIT", limit)
-    policy = LanguagePolicy(real_model(kind, dtype))
+    model, size = sized_model(kind, dtype)
+    policy = LanguagePolicy(model)
     assert policy.shares_prompts
-    size = read_dimensions(model_config(kind))
     for prompts, group_size, prompt_tokens, new_tokens in ((2, 4, 10, 7), (2, 3, 30, 5), (2, 8, 10, 30)):
         counted = activation_bytes(
             size, dtype.itemsize, prompts, prompts * group_size, prompt_tokens, new_tokens - 1,
@@ -147,7 +91,8 @@ def test_recomputed_layers_keep_their_inputs(
     """Autograd keeps the inputs between the passes, and the backward pass has one layer's activations besides."""
     if not kernels:
         monkeypatch.setattr(backend, "kernels_for", lambda *_: None)
-    policy, size = LanguagePolicy(real_model(kind, dtype)), read_dimensions(model_config(kind))
+    model, size = sized_model(kind, dtype)
+    policy = LanguagePolicy(model)
     recompute_layers(policy.module)
     shape = 2, 4, 30, 12
     kept = bytes_kept(policy, batch_of(*shape))
@@ -164,21 +109,11 @@ def test_recomputed_layers_keep_their_inputs(
     assert stated(size.layers, recomputed=True) - a_layer - angles == pytest.approx(kept, rel=0.06)
 
 
-def test_recomputation_is_proposed_if_no_microbatch_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = ["--max-new-tokens", "8192", "--prompts-per-step", "2", "--group-size", "2", "--device", "cpu"]
-    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 10 << 30)
-    last = plan_memory("smollm2-135m", wide, algorithms=("grpo",)).splitlines()[-1]
-    found = re.search(r"With (--recompute true.*) grpo fits", last)
-    assert found, last
-    fitting = plan_memory("smollm2-135m", [*wide, *found[1].split()], algorithms=("grpo",)).splitlines()[-1]
-    assert "it fits" in fitting
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("microbatch_tokens", [1, 20, 30, 64, 100, 117, 118, 119, 400])
 def test_the_largest_microbatch_is_that_of_the_policy(microbatch_tokens: int) -> None:
     prompts, group_size, prompt_tokens, new_tokens = 3, 4, 19, 10
-    policy = LanguagePolicy(real_model("llama"), microbatch_tokens=microbatch_tokens)
+    policy = LanguagePolicy(sized_model("llama")[0], microbatch_tokens=microbatch_tokens)
     batch = batch_of(prompts, group_size, prompt_tokens, new_tokens)
     largest = max(policy.microbatches(batch), key=len)
     config = replace(
@@ -191,14 +126,14 @@ def test_the_largest_microbatch_is_that_of_the_policy(microbatch_tokens: int) ->
     assert largest_microbatch(halves, prompt_tokens) == (1, group_size)
 
 
-def test_what_stays_is_counted_by_the_weights(smollm2: Dimensions) -> None:
-    assert smollm2.parameters == smollm2.trunk_parameters == 134_515_008
-    parts = predict(smollm2, CONFIG, device="cpu", width=2).parts
-    assert parts["weights"] == parts["reference"] == 2 * smollm2.parameters
-    assert parts["fp32 master weights"] == parts["gradients"] == 4 * smollm2.parameters
-    assert parts["optimizer moments"] == 8 * smollm2.parameters
-    exact = predict(smollm2, CONFIG, device="cpu", width=4).parts
-    assert exact["weights"] == exact["reference"] == 4 * smollm2.parameters
+def test_what_stays_is_counted_by_the_weights() -> None:
+    assert SMOLLM2.parameters == SMOLLM2.trunk_parameters == 134_515_008
+    parts = predict(SMOLLM2, CONFIG, device="cpu", width=2).parts
+    assert parts["weights"] == parts["reference"] == 2 * SMOLLM2.parameters
+    assert parts["fp32 master weights"] == parts["gradients"] == 4 * SMOLLM2.parameters
+    assert parts["optimizer moments"] == 8 * SMOLLM2.parameters
+    exact = predict(SMOLLM2, CONFIG, device="cpu", width=4).parts
+    assert exact["weights"] == exact["reference"] == 4 * SMOLLM2.parameters
     assert exact["fp32 master weights"] == exact["critic's master weights"] == 0
 
 
@@ -222,10 +157,10 @@ def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
     assert grpo.peak < min(shared.peak, own.peak)
 
 
-def test_a_reward_model_has_an_optimizer_in_an_iterative_run(smollm2: Dimensions) -> None:
+def test_a_reward_model_has_an_optimizer_in_an_iterative_run() -> None:
     def parts(width: int, **fields: int) -> dict[str, int]:
         config = replace(CONFIG, iteration=IterationConfig(**fields))
-        found = predict(smollm2, config, device="cpu", width=width, reward_model_parameters=1000).parts
+        found = predict(SMOLLM2, config, device="cpu", width=width, reward_model_parameters=1000).parts
         return {name: found[name] for name in ("reward models", "reward model's optimizer")}
 
     assert parts(2) == {"reward models": 2000, "reward model's optimizer": 0}
@@ -234,7 +169,7 @@ def test_a_reward_model_has_an_optimizer_in_an_iterative_run(smollm2: Dimensions
     assert parts(2, steps=10, reward_model_epochs=0) == parts(2)
 
 
-def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
+def test_the_processes_of_rewards_are_counted() -> None:
     config = replace(
         CONFIG,
         model="smollm2-135m",
@@ -263,7 +198,7 @@ def test_the_processes_of_rewards_are_counted(smollm2: Dimensions) -> None:
     splits = replace(without, process=ProcessConfig(boundary="ends.py:mine"))
     assert splits.process.process_bytes >> 20 == 15
     assert _planned(splits) - _planned(without) == pytest.approx(15 / 1024, abs=0.02)
-    assert predict(smollm2, config, device="cuda", width=2, processes=1 << 30).parts["other processes"] == 0
+    assert predict(SMOLLM2, config, device="cuda", width=2, processes=1 << 30).parts["other processes"] == 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN_REWARDS)
@@ -279,10 +214,10 @@ def _planned(config: RunConfig) -> float:
     return sum(float(line.split()[-2]) for line in check_memory(config).splitlines()[1:])
 
 
-def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: Dimensions) -> None:
+def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound() -> None:
     def cache(**fields: int) -> float:
         config = replace(CONFIG, sampling=SamplingConfig(**fields))
-        return predict(smollm2, config, device="cpu", width=2, prompt_tokens=50).parts["keys and values"]
+        return predict(SMOLLM2, config, device="cpu", width=2, prompt_tokens=50).parts["keys and values"]
 
     per_token = 2 * 30 * 3 * 64 * 2
     row, prompt = 32, 50  # room is made for 32 tokens at a time
@@ -292,28 +227,28 @@ def test_keys_and_values_grow_with_the_rows_up_to_the_sampler_s_bound(smollm2: D
     assert 0.8 * 2**31 < cache(max_new_tokens=4000, group_size=4) < 1.05 * 2**31
 
 
-def test_without_kernels_the_keys_of_the_rows_that_stay_are_copied(smollm2: Dimensions) -> None:
+def test_without_kernels_the_keys_of_the_rows_that_stay_are_copied() -> None:
     sampling = SamplingConfig(rows_at_once=16, max_new_tokens=32)
     fast, slow = (
         predict(size, replace(CONFIG, sampling=sampling), device="cpu", width=2, prompt_tokens=0).parts
-        for size in (smollm2, replace(smollm2, has_kernels=False))
+        for size in (SMOLLM2, replace(SMOLLM2, has_kernels=False))
     )
     assert slow["keys and values"] == fast["keys and values"] * 23 / 16
 
 
-def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) -> None:
+def test_a_cpu_decodes_with_a_packed_copy_of_the_weights() -> None:
     from covey.llm.generation.decoder import PackedLinear, PackedLinears
     from covey.llm.generation.native_decoder import PackedStack, TiledStack
     from covey.llm.model.architecture import is_llama_like
     from covey.llm.native.bindings import kernels_for
 
     config = CONFIG
-    assert predict(smollm2, config, device="cuda", width=2).parts["prepacked weights"] == 0
+    assert predict(SMOLLM2, config, device="cuda", width=2).parts["prepacked weights"] == 0
     # All weights but the norms', 576 in each of 61.
-    matrices = smollm2.parameters - 61 * 576
-    assert predict(smollm2, config, device="cpu", width=2).parts["prepacked weights"] == 2 * matrices
+    matrices = SMOLLM2.parameters - 61 * 576
+    assert predict(SMOLLM2, config, device="cpu", width=2).parts["prepacked weights"] == 2 * matrices
     for kind in ("llama", "qwen2", "gpt2"):
-        model = real_model(kind)
+        model = sized_model(kind)[0]
         counted = read_dimensions(model_config(kind)).prepacked_parameters
         alone = PackedLinears(model).packed.values()
         assert counted == sum(part.weight.numel() for part in alone)
@@ -326,13 +261,13 @@ def test_a_cpu_decodes_with_a_packed_copy_of_the_weights(smollm2: Dimensions) ->
         assert counted == sum(part.weight.numel() for part in packed if isinstance(part, PackedLinear))
         low = kernels_for(torch.bfloat16, torch.device("cpu"))
         if low.has_avx512_bf16:
-            tiled = TiledStack(real_model(kind, torch.bfloat16), low, 4).referenced
+            tiled = TiledStack(sized_model(kind, torch.bfloat16)[0], low, 4).referenced
             assert counted == pytest.approx(sum(part.numel() for part in tiled), rel=0.05), "norms, padding"
 
 
-def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:
+def test_logits_are_made_in_parts() -> None:
     def logits(width: int, device: str = "cuda", **fields: object) -> int:
-        return predict(smollm2, replace(CONFIG, **fields), device=device, width=width).parts["logits"]
+        return predict(SMOLLM2, replace(CONFIG, **fields), device=device, width=width).parts["logits"]
 
     product, exact = 512 * 49152 * 2, 512 * 49152 * 4
     head = 576 * 49152
@@ -350,17 +285,17 @@ def test_logits_are_made_in_parts(smollm2: Dimensions) -> None:
     assert logits(2, **few) == 128 * 49152 * (2 + 4) + 2 * head + 128 * 576 * 4
 
 
-def test_the_peak_is_the_larger_of_sampling_and_update(smollm2: Dimensions) -> None:
-    parts = dict.fromkeys(predict(smollm2, CONFIG, device="cpu", width=2).parts, 0)
+def test_the_peak_is_the_larger_of_sampling_and_update() -> None:
+    parts = dict.fromkeys(predict(SMOLLM2, CONFIG, device="cpu", width=2).parts, 0)
     parts |= {"weights": 1000, "keys and values": 100, "gradients": 10, "logits": 20, "critic's gradients": 30}
     assert MemoryPlan(parts).peak == 1000 + 40 + 100, "gradients keep their memory"
     assert MemoryPlan(parts | {"activations": 140, "fragmentation": 5}).peak == 1000 + 40 + 165
 
 
-def test_freed_memory_leaves_holes_on_a_cpu(smollm2: Dimensions) -> None:
+def test_freed_memory_leaves_holes_on_a_cpu() -> None:
     def holes(device: str, microbatch_tokens: int) -> float:
         config = replace(CONFIG, update=UpdateConfig(microbatch_tokens=microbatch_tokens))
-        parts = predict(smollm2, config, device=device, width=2).parts
+        parts = predict(SMOLLM2, config, device=device, width=2).parts
         return parts["fragmentation"] / (parts["activations"] + parts["gradients"])
 
     step = 16 * (64 + 16 * 64)
@@ -391,10 +326,8 @@ def test_where_a_config_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "has no model_type"),
-        ({"model_type": "no-such-model"}, "is unknown to transformers"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "no language model known here"),
-        ({"model_type": "llama", "hidden_size": 0}, "no language model known here"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "no .*language model known here"),
+        ({"model_type": "llama", "hidden_size": 0}, "no .*language model known here"),
         ({"model_type": "t5"}, "is not a causal language model"),
     ],
 )
@@ -419,16 +352,37 @@ def test_the_plan_shows_both_algorithms_and_says_what_to_do(tmp_path: Path) -> N
     assert "ppo, shared" not in plan_memory(str(file), critic_trunk="own")
 
 
-def test_a_plan_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 6 << 30)
-    report = plan_memory("smollm2-135m", ["--precision", "bf16", "--device", "cpu"], algorithms=["grpo"])
-    last = report.splitlines()[-1]
-    assert last.startswith("This machine has 6.0 GiB, too little for: grpo. With --microbatch-tokens ")
-    tokens = last.split("--microbatch-tokens ")[1].split()[0]
-    smaller = plan_memory(
-        "smollm2-135m", ["--precision", "bf16", "--device", "cpu", "--microbatch-tokens", tokens], algorithms=["grpo"]
-    )
-    assert "it fits" in smaller
+WIDE = ("--max-new-tokens", "8192", "--prompts-per-step", "2", "--group-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("gib", "algorithm", "trunk", "given", "proposed"),
+    [
+        (6, "grpo", None, (), "--microbatch-tokens "),
+        (10, "grpo", None, WIDE, "--recompute true"),
+        (1.9, "grpo", None, (), "--rank 16 --"),
+        (1.9, "ppo", "own", (), "--rank 16 --trunk adapter --"),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_the_fix(
+    gib: float,
+    algorithm: str,
+    trunk: str | None,
+    given: tuple[str, ...],
+    proposed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: int(gib * 2**30))
+    words = ["--precision", "bf16", "--device", "cpu", *given]
+    last = plan_memory("smollm2-135m", words, algorithms=[algorithm], critic_trunk=trunk).splitlines()[-1]
+    assert last.startswith(f"This machine has {gib:.1f} GiB, too little for: {algorithm}"), last
+    fix = last.partition("With ")[2].partition(f" {algorithm} fits")[0]
+    assert fix.startswith(proposed), last
+    trunk = "adapter" if algorithm == "ppo" else None
+    assert "it fits" in plan_memory("smollm2-135m", [*words, *fix.split()], algorithms=[algorithm], critic_trunk=trunk)
+
+
+def test_a_machine_that_is_too_small_needs_a_smaller_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 1 << 30)
     assert "choose a smaller model" in plan_memory("smollm2-135m", ["--device", "cpu"])
 

@@ -19,7 +19,7 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.config.model_sources import ModelKind, find_origin, locate_model
+from covey.config.model_sources import locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.rules import validate
 from covey.experiment import job
@@ -168,17 +168,6 @@ def test_what_is_not_there_is_told_before_anything_is_loaded(folder, model, mess
         shutil.copytree(folder / "stopped" / "checkpoints", folder / "orphan" / "checkpoints")
     with pytest.raises(ConfigError, match=message):
         locate_model(str(folder / model))
-
-
-def test_what_is_there_is_accepted(folder):
-    for name in ("base", "stopped", "stopped/checkpoints/step-00000002", "finished", "finished/model"):
-        locate_model(str(folder / name))
-    assert find_origin(str(folder / "base")) is None
-
-
-def test_commands_take_a_run_that_was_stopped(folder):
-    assert locate_model(str(folder / "stopped")).kind is ModelKind.RUN
-    assert locate_model(str(folder / "finished")).path == folder / "finished" / "model"
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
 from covey.config.model_sources import adapter_folder, read_adapter_config
-from covey.data import Batch, Start, collate
+from covey.core import kl
+from covey.data import Start, collate
 from covey.llm.critic import AdapterCritic
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
@@ -35,6 +36,7 @@ from covey.llm.model.lora import (
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from helpers.plain_passes import plain, plain_values
 from helpers.recomputing import batch_of
 from helpers.tiny_models import PLAIN, SHARED, tiny_model, tiny_tokenizer
 from helpers.zoo import zoo_model
@@ -64,20 +66,6 @@ def peft_model(adapter: Adapter, kind: str, folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(tiny_model(kind), str(folder), is_trainable=True)
 
 
-def dense_logprobs(model: nn.Module, batch: Batch) -> Tensor:
-    """logp_BT of every action, one ordinary forward a rollout."""
-    logp_BT = torch.zeros(batch.actions_BT.shape)
-    rows = []
-    for row, context in enumerate(batch.context):
-        length = int(batch.mask_BT[row].nonzero().max()) + 1
-        actions = batch.actions_BT[row, :length]
-        tokens = torch.tensor([*context, *actions.tolist()])
-        logits = model(input_ids=tokens[None]).logits[0, len(context) - 1 : -1].float()
-        picked = logits.log_softmax(1).gather(1, actions[:, None])[:, 0]
-        rows.append(nn.functional.pad(picked, (0, logp_BT.shape[1] - length)))
-    return torch.stack(rows) * batch.mask_BT
-
-
 def objective(logp_BT: Tensor) -> Tensor:
     return (logp_BT * torch.linspace(-1, 1, logp_BT.numel()).view_as(logp_BT)).sum()
 
@@ -94,7 +82,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(kind: str, targets: t
         targets = {"gpt2": ("c_attn", "mlp.c_proj"), "bloom": ("query_key_value",)}[kind]
     policy, adapter = adapted(kind, lora=LoRAConfig(rank=4, alpha=6.0, targets=targets))
     oracle, batch = peft_model(adapter, kind, tmp_path), batch_of()
-    found, expected = policy.evaluate(batch).logprobs_BT, dense_logprobs(oracle, batch)
+    found, expected = policy.evaluate(batch).logprobs_BT, plain(oracle, batch).logprobs_BT
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     objective(found).backward()
     objective(expected).backward()
@@ -118,7 +106,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(kind: str, targets: t
 def test_in_bf16_they_are_those_of_peft_in_fp32_but_for_rounding(kind: str, tmp_path: Path) -> None:
     policy, adapter = adapted(kind, torch.bfloat16)
     oracle, batch = peft_model(adapter, kind, tmp_path).to(torch.float32), batch_of()
-    found, expected = policy.evaluate(batch).logprobs_BT, dense_logprobs(oracle, batch)
+    found, expected = policy.evaluate(batch).logprobs_BT, plain(oracle, batch).logprobs_BT
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.03)
     objective(found).backward()
     objective(expected).backward()
@@ -145,7 +133,7 @@ def test_merged_weights_are_those_of_a_dense_model_with_the_same_gradient(kind: 
     merge_adapter(dense)
     dense.requires_grad_(True)
     assert not adapted_layers(dense)
-    expected = dense_logprobs(dense, batch)
+    expected = plain(dense, batch).logprobs_BT
     found = policy.evaluate(batch).logprobs_BT
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     objective(found).backward()
@@ -268,15 +256,8 @@ def test_the_exact_kl_to_the_model_without_its_adapter(kind: str, *, recomputed:
     policy_kl.sum().backward()
     found = {name: gradient.clone() for name, gradient in gradients(adapter).items()}
     adapter.parameters.zero_grad()
-    base, total = tiny_model(kind), torch.zeros(())
-    for row, context in enumerate(batch.context):
-        length = int(batch.mask_BT[row].nonzero().max()) + 1
-        tokens = torch.tensor([*context, *batch.actions_BT[row, :length].tolist()])
-        with torch.no_grad():
-            other = base(input_ids=tokens[None]).logits[0, len(context) - 1 : -1].log_softmax(1)
-        logits: Tensor = policy.module(input_ids=tokens[None]).logits
-        own = logits[0, len(context) - 1 : -1].log_softmax(1)
-        total = total + ((own.exp() * (own - other)).sum(1) * batch.mask_BT[row, :length]).sum()
+    own, base = (plain(model, batch).all_logprobs for model in (policy.module, tiny_model(kind)))
+    total = sum(kl.exact(new, old.detach()).sum() for new, old in zip(own, base, strict=True))
     torch.testing.assert_close(policy_kl.sum(), total, rtol=1e-4, atol=1e-4)
     total.backward()
     for name, gradient in gradients(adapter).items():
@@ -306,14 +287,9 @@ def test_the_critic_has_an_adapter_of_its_own(kind: str, *, recomputed: bool) ->
     assert all(factor.grad is None for factor in adapter.parameters.parameters())
     alone, its = adapted(kind)
     fill(its, seed=7)
-    trunk = alone.module.base_model
-    for row, context in enumerate(batch.context):
-        length = int(batch.mask_BT[row].nonzero().max()) + 1
-        tokens = torch.tensor([*context, *batch.actions_BT[row, :length].tolist()])
-        hidden = trunk(input_ids=tokens[None]).last_hidden_state[0, len(context) - 1 : -1]
-        expected = (hidden @ critic.head.linear.weight[0]) * batch.mask_BT[row, :length]
-        torch.testing.assert_close(values[row, :length], expected, atol=1e-4, rtol=1e-4)
-        (expected * weight_BT[row, :length]).sum().backward()
+    expected = plain_values(alone.module.base_model, critic.head.linear, batch)
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+    (expected * weight_BT).sum().backward()
     for name, gradient in gradients(its).items():
         found = gradients(own)[name]
         assert (found - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-2), name

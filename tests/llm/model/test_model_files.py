@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,30 +160,14 @@ def own_tokenizer(folder: Path) -> None:
     put_code(folder, own="tokenization_own.OwnTokenizer")
 
 
-def pickle_only(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+def to_pickle(folder: Path, name: str = "pytorch_model.bin") -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pickle")
     (folder / "model.safetensors").unlink()
+    (folder / "pickle").rename(folder / name)
 
 
-def pickle_called_safetensors(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "other.bin")
-    (folder / "other.bin").rename(folder / "model.safetensors")
-
-
-def other_name(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-
-
-def index_outside(folder: Path) -> None:
-    shard(folder, weight_map={"a": "../model.safetensors"})
-
-
-def index_absolute(folder: Path) -> None:
-    shard(folder, weight_map={"a": "/etc/passwd"})
-
-
-def index_of_pickles(folder: Path) -> None:
-    shard(folder, weight_map={"a": "model-1.bin"})
+def renamed(name: str):
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
 def missing_shard(folder: Path) -> None:
@@ -190,56 +175,28 @@ def missing_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def index_without_map(folder: Path) -> None:
-    shard(folder, weight_map=[1, 2])
+def index(places):
+    return lambda folder: shard(folder, weight_map=places)
 
 
-def truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+def cut(size: int):
+    """The weights end after, or before, so many bytes."""
+    path = "model.safetensors"
+    return lambda folder: (folder / path).write_bytes((folder / path).read_bytes()[:size])
 
 
-def cut_header(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:40])
+def weight(name: str, value: torch.Tensor | None):
+    """A weight is another one, or gone."""
 
-
-def lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n")
-
-
-def no_weight(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
-
-
-def no_head(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
-
-
-def another_weight(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 32)}))
-
-
-def another_shape(folder: Path) -> None:
     def change(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(65, 32)
+        tensors.pop(name, None)
+        tensors.update({} if value is None else {name: value})
 
-    edit_weights(folder, change)
-
-
-def nan(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))
+    return lambda folder: edit_weights(folder, change)
 
 
-def infinite(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("-inf")))
-
-
-def integers(folder: Path) -> None:
-    def change(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 32, dtype=torch.int8)
-
-    edit_weights(folder, change)
+def number(name: str, place: slice | int, value: str):
+    return lambda folder: edit_weights(folder, lambda tensors: tensors[name][place].fill_(float(value)))
 
 
 def eight_bit_floats(folder: Path) -> None:
@@ -255,8 +212,8 @@ def other_family(kind: str, **fields):
     return change
 
 
-def file(name: str, text: str):
-    return lambda folder: (folder / name).write_text(text)
+def file(name: str, content: str | bytes):
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def remove(*names: str):
@@ -267,79 +224,76 @@ def config(**fields):
     return lambda folder: edit(folder, **fields)
 
 
-def more_tokens(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["<tool>", "<call>"])
-    tokenizer.save_pretrained(folder)
+def tokenizer(change):
+    def changed(folder: Path) -> None:
+        made = tiny_tokenizer()
+        change(made)
+        made.save_pretrained(folder)
+
+    return changed
 
 
-def end_token_beyond(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
-    tokenizer.save_pretrained(folder)
+def template(make):
+    """Something else is in the place of the template."""
+
+    def change(folder: Path) -> None:
+        (folder / TEMPLATE_FILE).unlink()
+        make(folder / TEMPLATE_FILE)
+
+    return change
 
 
-def template_in_latin_1(folder: Path) -> None:
-    (folder / TEMPLATE_FILE).write_bytes("{{ 'é' }}".encode("latin-1"))
-
-
-def template_folder(folder: Path) -> None:
-    (folder / TEMPLATE_FILE).unlink()
-    (folder / TEMPLATE_FILE).mkdir()
-
-
-def template_nowhere(folder: Path) -> None:
-    (folder / TEMPLATE_FILE).unlink()
-    (folder / TEMPLATE_FILE).symlink_to(folder / "nowhere.jinja")
-
-
+UP = "model.layers.0.mlp.up_proj.weight"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n"
 REFUSED = {
     "own architecture": (own_architecture, r"OwnForCausalLM \(model_type 'own'\) is code of the model's own"),
     "own head": (own_head_of_a_known_type, r"OwnForCausalLM .* is code of the model's own"),
     "own tokenizer": (own_tokenizer, r"its tokenizer OwnTokenizer is code of the model's own, which covey never runs"),
     "unknown type": (config(model_type="tomorrow"), r"model_type 'tomorrow'\) is unknown to transformers"),
     "no type": (config(model_type=None), "has no model_type"),
-    "type is a list": (config(model_type=["llama"]), "has no model_type"),
     "vision": (config(model_type="vit", architectures=["ViTModel"]), "ViTModel .* is not a causal language model"),
     "t5": (config(model_type="t5", architectures=["T5Model"]), "T5Model .* is not a causal language model"),
     "bart": (config(model_type="bart", architectures=["BartModel"]), "bart is an encoder with a decoder, no causal"),
     "bert": (other_family("bert"), "bert is an encoder, in which a token sees those after it"),
-    "roberta": (other_family("roberta", max_position_embeddings=64), "roberta is an encoder"),
     "quantised": (config(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
-    "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq\)"),
-    "integers": (integers, "up_proj.weight is stored as I8, so it is quantised"),
+    "integers": (weight(UP, torch.ones(64, 32, dtype=torch.int8)), "up_proj.weight is stored as I8, so it is quanti"),
     "eight bit floats": (eight_bit_floats, "is stored as F8_E4M3, so it is quantised"),
-    "pickle": (pickle_only, r"its weights are pickled \(pytorch_model.bin\), .*convert it once with python -c"),
-    "pickle as safetensors": (pickle_called_safetensors, "is a pickle under the name of safetensors: rename it"),
+    "pickle": (to_pickle, r"its weights are pickled \(pytorch_model.bin\), .*convert it once with python -c"),
+    "pickle as safetensors": (
+        partial(to_pickle, name="model.safetensors"),
+        "is a pickle under the name of safetensors: rename it",
+    ),
     "no weights": (remove("model.safetensors"), "has no weights: it needs model.safetensors"),
-    "other name": (other_name, "has consolidated.safetensors but no model.safetensors"),
-    "outside": (index_outside, r"names '../model.safetensors', which lies outside"),
-    "absolute": (index_absolute, r"names '/etc/passwd', which lies outside"),
-    "index of pickles": (index_of_pickles, "names the pickle model-1.bin"),
+    "other name": (renamed("other.safetensors"), "has other.safetensors but no model.safetensors"),
+    "outside": (index({"a": "../model.safetensors"}), r"names '../model.safetensors', which lies outside"),
+    "index of pickles": (index({"a": "model-1.bin"}), "names the pickle model-1.bin"),
     "missing shard": (missing_shard, r"1 of the 2 files with its weights are missing \(model-00002"),
-    "no map": (index_without_map, "has no weight_map of names"),
-    "truncated": (truncated, "model.safetensors is damaged"),
-    "cut header": (cut_header, "model.safetensors is damaged"),
+    "no map": (index([1, 2]), "has no weight_map of names"),
+    "truncated": (cut(-100), "model.safetensors is damaged"),
+    "cut header": (cut(40), "model.safetensors is damaged"),
     "empty file": (file("model.safetensors", ""), "model.safetensors is damaged"),
-    "lfs": (lfs_pointer, "is a pointer of Git LFS"),
-    "missing weight": (no_weight, r"1 weight is missing from its files \(model.layers.1.self_attn.q_proj.weight\)"),
-    "missing head": (no_head, r"1 weight is missing from its files \(lm_head.weight\)"),
-    "unexpected": (another_weight, r"1 weight is in its files, but not in its architecture \(score.weight\)"),
-    "shape": (another_shape, r"1 weight is of another shape .*up_proj.weight"),
+    "lfs": (file("model.safetensors", LFS), "is a pointer of Git LFS"),
+    "missing weight": (weight(UP, None), rf"1 weight is missing from its files \({UP}\)"),
+    "unexpected": (
+        weight("score.weight", torch.zeros(2, 32)),
+        r"1 weight is in its files, but not in .* \(score.weight\)",
+    ),
+    "shape": (weight(UP, torch.zeros(65, 32)), r"1 weight is of another shape .*up_proj.weight"),
     "more layers": (config(num_hidden_layers=5), r"27 weights are missing from its files \(model.layers.2"),
     "fewer layers": (config(num_hidden_layers=1), r"9 weights are in its files, but not in its architecture"),
     "wider": (config(hidden_size=64), "numbers are needed, its files hold"),
     "far too wide": (config(intermediate_size=10**9), "numbers are needed, its files hold"),
-    "a million blocks": (config(encoder_blocks=10**6), "encoder_blocks is 1000000, and no model has more"),
     "a billion experts": (config(num_experts=10**9), "num_experts is 1000000000, and no model has more"),
     "a million layers": (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000, and no model has more"),
     "no width": (config(hidden_size=0), "its config.json"),
-    "negative width": (config(intermediate_size=-4), "its config.json"),
     "width is text": (config(hidden_size="wide"), "its config.json cannot be loaded"),
     "heads do not divide": (config(num_attention_heads=5), "its config.json|do not fit each other"),
     "no activation": (config(hidden_act="no_such_activation"), "its config.json"),
-    "nan": (nan, r"32 of the 2,048 numbers of its weight model.layers.1.mlp.up_proj.weight are NaN or infinite"),
-    "infinite": (infinite, r"1 of the 32 numbers of its weight model.norm.weight are NaN or infinite"),
+    "nan": (number(UP, 3, "nan"), f"32 of the 2,048 numbers of its weight {UP} are NaN or infinite"),
+    "infinite": (
+        number("model.norm.weight", slice(3, 4), "-inf"),
+        r"1 of the 32 numbers of its weight model.norm.weight are",
+    ),
     "config is not JSON": (file("config.json", "{"), "config.json is damaged: not valid JSON"),
     "config is a list": (file("config.json", "[]"), "config.json is damaged: it must hold a JSON object"),
     "config is deep": (file("config.json", "[" * 10**5), "config.json is damaged: "),
@@ -349,11 +303,17 @@ REFUSED = {
     "tokenizer is not JSON": (file("tokenizer.json", "{"), "its tokenizer cannot be loaded"),
     "tokenizer is empty": (file("tokenizer.json", "{}"), "its tokenizer"),
     "tokenizer config": (file("tokenizer_config.json", "1"), "tokenizer_config.json is damaged"),
-    "template is not text": (template_in_latin_1, r"chat_template\.jinja is not text in UTF-8 "),
-    "template is a folder": (template_folder, r"cannot read .*chat_template\.jinja: Is a directory"),
-    "template leads nowhere": (template_nowhere, r"chat_template\.jinja"),
-    "more tokens": (more_tokens, r"knows 2 tokens that have no embedding \(the first is '<tool>', number 84; "),
-    "end token beyond": (end_token_beyond, r"knows 1 tokens that have no embedding \(the first is '<\|im_end\|>'"),
+    "template is not text": (file(TEMPLATE_FILE, b"{{ '\xe9' }}"), r"chat_template\.jinja is not text in UTF-8 "),
+    "template is a folder": (template(Path.mkdir), r"cannot read .*chat_template\.jinja: Is a directory"),
+    "template leads nowhere": (template(lambda path: path.symlink_to("/nowhere")), r"chat_template\.jinja"),
+    "more tokens": (
+        tokenizer(lambda made: made.add_tokens(["<tool>", "<call>"])),
+        r"2 tokens .* no embedding \(.* '<tool>', number 84",
+    ),
+    "end token beyond": (
+        tokenizer(lambda made: made.add_special_tokens({"eos_token": "<b>"})),
+        r"1 tokens .* no embedding \(.* '<b>'",
+    ),
 }  # fmt: skip
 ONLY_IN_THE_WEIGHTS = ("unexpected", "shape", "fewer layers", "nan", "infinite")
 NOT_BY_CHECK = (*ONLY_IN_THE_WEIGHTS, "end token is text")

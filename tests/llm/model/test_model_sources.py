@@ -23,7 +23,7 @@ from covey.config import ConfigError
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.experiment import evaluation
-from covey.llm.model import pretrained as hub
+from covey.llm.model import files as hub
 from covey.llm.model.loading import load_model
 from covey.runtime.device import Machine
 from helpers.tiny_models import tiny_folder, tiny_gguf

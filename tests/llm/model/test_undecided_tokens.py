@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from covey.llm.model import prefix_attention
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
-from helpers.tabular_policy import Result
+from helpers.plain_passes import Kept, gradients_of, plain, plain_values, same_gradients
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 from helpers.updates import one_update
 
@@ -69,48 +68,6 @@ def some_batch() -> Batch:
     return collate(groups_of(SIBLINGS))
 
 
-def sequence(batch: Batch, row: int) -> tuple[Tensor, list[int], list[int]]:
-    """The tokens of a row, the positions that predict its decisions, and the columns of those."""
-    columns = batch.mask_BT[row].nonzero()[:, 0].tolist()
-    prompt = batch.context[row]
-    tokens = torch.tensor([*prompt, *batch.actions_BT[row].tolist()])
-    return tokens, [len(prompt) - 1 + column for column in columns], columns
-
-
-class Plain(NamedTuple):
-    """What a plain forward pass says, [B, T], 0 where undecided."""
-
-    logprobs_BT: Tensor
-    entropy_BT: Tensor
-    all_logprobs: list[Tensor]  # [decisions, V] of each row
-
-
-def plain(model: nn.Module, batch: Batch) -> Plain:
-    rows, entropies, everything = [], [], []
-    for row in range(len(batch)):
-        tokens, positions, columns = sequence(batch, row)
-        logits_LV = model(input_ids=tokens[None]).logits[0] / TEMPERATURE
-        logp_NV = logits_LV[positions].log_softmax(dim=1)
-        blank_T = torch.zeros(batch.mask_BT.shape[1], dtype=logp_NV.dtype)
-        chosen = torch.tensor(columns)
-        logprob_N = logp_NV[torch.arange(len(columns)), batch.actions_BT[row, chosen]]
-        rows.append(blank_T.index_put((chosen,), logprob_N))
-        entropies.append(blank_T.index_put((chosen,), -(logp_NV.exp() * logp_NV).sum(dim=1)))
-        everything.append(logp_NV)
-    return Plain(torch.stack(rows), torch.stack(entropies), everything)
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() >= expected.keys()
-    assert any(gradient.norm() > 1e-2 for gradient in expected.values()), "a gradient of zero would prove nothing"
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 2e-5 * gradient.norm().clamp(min=1e-2), name
-
-
 def weights_of(batch: Batch, columns: int = 1) -> Tensor:
     """A weight for every column, the undecided ones too: theirs must make no difference."""
     size = (columns, *batch.mask_BT.shape)
@@ -123,7 +80,7 @@ def weights_of(batch: Batch, columns: int = 1) -> Tensor:
 def compare_with_plain(kind: str, batch: Batch, **options) -> LanguagePolicy:
     policy = LanguagePolicy(tiny_model(kind), temperature=TEMPERATURE, **options)
     model = tiny_model(kind)
-    expected = plain(model, batch)
+    expected = plain(model, batch, TEMPERATURE)
     weights, more = weights_of(batch, 2)
     (expected.logprobs_BT * weights + expected.entropy_BT * more).sum().backward()
     ways = (policy._evaluate_packed, policy._evaluate_rows) if policy.shares_prompts else (policy._evaluate_rows,)
@@ -172,7 +129,7 @@ def test_random_masks(written, kind):
     batch = collate(groups_of(marked))
     policy = LanguagePolicy(tiny_model(kind), temperature=TEMPERATURE)
     with torch.no_grad():
-        expected, found = plain(policy.module, batch), policy.evaluate(batch)
+        expected, found = plain(policy.module, batch, TEMPERATURE), policy.evaluate(batch)
     torch.testing.assert_close(found.logprobs_BT, expected.logprobs_BT, atol=2e-5, rtol=0)
     torch.testing.assert_close(found.entropy_BT, expected.entropy_BT, atol=2e-5, rtol=0)
 
@@ -261,7 +218,7 @@ def test_the_exact_kl_is_that_of_a_plain_forward(kind):
     reference = LanguagePolicy(tiny_model(kind, seed=1).requires_grad_(False), temperature=TEMPERATURE)
     policy = LanguagePolicy(tiny_model(kind), temperature=TEMPERATURE).with_outputs(KLToReference(reference))
     model, other = tiny_model(kind), tiny_model(kind, seed=1).requires_grad_(False)
-    ours, theirs = plain(model, batch).all_logprobs, plain(other, batch).all_logprobs
+    ours, theirs = plain(model, batch, TEMPERATURE).all_logprobs, plain(other, batch, TEMPERATURE).all_logprobs
     expected_N = torch.cat([kl.exact(new, old) for new, old in zip(ours, theirs, strict=True)])
     weights = weights_of(batch)
     (expected_N * weights[batch.mask_BT]).sum().backward()
@@ -288,48 +245,7 @@ def with_critic(kind: str, *, own_trunk: bool) -> tuple[LanguagePolicy, Language
     return policy if own_trunk else policy.with_outputs(SharedTrunkValues(critic)), critic
 
 
-def plain_values(trunk: nn.Module, head: nn.Linear, batch: Batch) -> Tensor:
-    """values_BT, 0 where undecided."""
-    rows = []
-    for row in range(len(batch)):
-        tokens, positions, columns = sequence(batch, row)
-        hidden_LW = trunk(input_ids=tokens[None]).last_hidden_state[0]
-        value_N = hidden_LW[positions] @ head.weight[0] + head.bias
-        rows.append(torch.zeros(batch.mask_BT.shape[1]).index_put((torch.tensor(columns),), value_N))
-    return torch.stack(rows)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_values_and_their_gradients_are_those_of_a_plain_forward(kind):
-    batch, weights = some_batch(), weights_of(some_batch())
-    policy, critic = with_critic(kind, own_trunk=True)
-    found_BT = critic.values(batch)
-    (found_BT * weights).sum().backward()
-    trunk = tiny_model(kind).base_model
-    expected_BT = plain_values(trunk, critic.head.linear, batch)
-    torch.testing.assert_close(found_BT, expected_BT, atol=2e-5, rtol=0)
-    (expected_BT * weights).sum().backward()
-    same_gradients(gradients_of(critic.trunk), gradients_of(trunk))
-    assert not gradients_of(policy.module)
-
-
 # --- whole updates ---
-
-
-class Kept:
-    """An optimizer that keeps the gradient and changes nothing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.found: list[dict[str, Tensor]] = []
-
-    def before_last_pass(self) -> None: ...
-
-    def step(self, learning_rate: float) -> Result:
-        self.found.append(gradients_of(self.module))
-        self.module.zero_grad()
-        return Result(1.0)
 
 
 BETA, GAMMA, LAMBDA = 0.3, 0.9, 0.8
@@ -338,9 +254,9 @@ BETA, GAMMA, LAMBDA = 0.3, 0.9, 0.8
 def ppo_loss(batch: Batch, model: nn.Module, reference: nn.Module, head: nn.Linear, trunk: nn.Module) -> Tensor:
     """PPO's loss of both on the first optimizer step: GAE over the decisions of each row, in Python floats."""
     with torch.no_grad():
-        known = plain(reference, batch).logprobs_BT
+        known = plain(reference, batch, TEMPERATURE).logprobs_BT
         values = plain_values(trunk, head, batch)
-    new_BT, values_BT = plain(model, batch).logprobs_BT, plain_values(trunk, head, batch)
+    new_BT, values_BT = plain(model, batch, TEMPERATURE).logprobs_BT, plain_values(trunk, head, batch)
     loss = torch.zeros(())
     for row in range(len(batch)):
         columns = batch.mask_BT[row].nonzero()[:, 0].tolist()
@@ -356,10 +272,10 @@ def ppo_loss(batch: Batch, model: nn.Module, reference: nn.Module, head: nn.Line
     return loss / batch.mask_BT.sum()
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("tokens", [4096, 20])
 @pytest.mark.parametrize("own_trunk", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_an_update_of_ppo_is_that_of_its_formulas(kind, own_trunk, tokens):
     policy, critic = with_critic(kind, own_trunk=own_trunk)
     policy.microbatch_tokens = tokens
@@ -380,14 +296,10 @@ def test_an_update_of_ppo_is_that_of_its_formulas(kind, own_trunk, tokens):
     ppo_loss(raw, model, tiny_model(kind, seed=1), head, trunk).backward()
     same_gradients(kept.found[0], gradients_of(model))
     prefix = "linear." if not own_trunk else "head.linear."
-    same_gradients(
-        {name.removeprefix(prefix): gradient for name, gradient in of_critic.found[0].items()}, gradients_of(head)
-    )
+    expected = {f"{prefix}{name}": gradient for name, gradient in gradients_of(head).items()}
     if own_trunk:
-        same_gradients(
-            {name.removeprefix("trunk."): gradient for name, gradient in of_critic.found[0].items()},
-            gradients_of(trunk),
-        )
+        expected |= {f"trunk.{name}": gradient for name, gradient in gradients_of(trunk).items()}
+    same_gradients(of_critic.found[0], expected)
 
 
 @pytest.mark.sampled(3)
@@ -402,8 +314,8 @@ def test_an_update_of_grpo_is_that_of_its_formulas(kind):
     metrics = one_update(policy, kept, algorithm, ready, UpdatePlan(epochs=2), kl_coefficient=BETA)
 
     model = tiny_model(kind)
-    new_BT = plain(model, batch).logprobs_BT
-    known_BT = plain(tiny_model(kind, seed=1), batch).logprobs_BT.detach()
+    new_BT = plain(model, batch, TEMPERATURE).logprobs_BT
+    known_BT = plain(tiny_model(kind, seed=1), batch, TEMPERATURE).logprobs_BT.detach()
     loss = torch.zeros(())
     for row in range(len(batch)):
         rewards = batch.reward_B[batch.group_B == batch.group_B[row]]

@@ -22,7 +22,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
-from covey.llm.reward_models.continuation_labels import StepLabeller
+from covey.llm.reward_models.graded_groups import StepLabeller
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler

@@ -58,7 +58,7 @@ def test_the_pairs_of_a_large_group_are_drawn_evenly_and_by_seed_step_and_group(
     texts: dict[str, float | None] = {f"r{i}": 1.0 for i in range(4)} | {f"w{i}": 0.0 for i in range(4)}
 
     def drawn(seed: int = 3, step: int = 1, index: int = 0) -> tuple[tuple[str, str], ...]:
-        pairs = PairSource(seed, most=3).pairs([graded(texts, index)], step)
+        pairs = PairSource(seed, most=3).examples([graded(texts, index)], step)
         return tuple((str(one.chosen), str(one.rejected)) for one in pairs)
 
     assert len(set(drawn())) == 3

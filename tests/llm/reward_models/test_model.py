@@ -23,7 +23,7 @@ from transformers import (
 from covey.config import ConfigError
 from covey.config.sft import RewardModelKind
 from covey.llm.model.chat import Chat
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model, wrap_classifier
 from covey.llm.reward_models.model import RewardModel, RunningMoments, as_batch, microbatches
 from helpers.reward_models import tiny_reward_model
@@ -67,22 +67,9 @@ def test_scores_are_those_of_transformers(architecture: str, kind: RewardModelKi
     torch.testing.assert_close(torch.cat(alone), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_an_encoder_is_scored_by_its_own_forward_pass() -> None:
-    config = AutoConfig.for_model(
-        "bert", vocab_size=len(CHARACTERS) + 3, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    module = AutoModelForSequenceClassification.from_config(config)
-    model = wrap_classifier(module, Chat(tiny_tokenizer(), frozenset()), RewardModelKind.OUTCOME, "bert")
-    assert not model.shares_prompts
-    rows = some_rows(model)
-    expected = torch.cat([plain(model, row) for row in rows])
-    torch.testing.assert_close(torch.cat(model.scores(rows)), expected, rtol=1e-4, atol=1e-5)
-
-
 # The rows of a family are padded, or one at a time where padding changes its scores; its longest sequence.
 OTHERS: dict[str, tuple[dict[str, Any], bool, int | None]] = {
+    "bert": ({}, True, 62),
     "roberta": ({}, True, 61),  # its tokens have the positions after that of padding
     "mpnet": ({}, True, 60),
     "deberta-v2": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, True, 62),

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from covey.config import ConfigError, RunError
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps, read_examples
 from covey.llm.data.rows import hold_out
-from covey.llm.reward_models.evaluation import evaluate
 from covey.llm.reward_models.examples import EncodedExample, choose_objective, encode_examples, kind_of_examples
 from covey.llm.reward_models.model import as_batch
-from covey.llm.reward_models.training import RewardModelTrainer, train_epochs
+from covey.llm.reward_models.training import RewardModelTrainer, evaluate, train_epochs
 from helpers.reward_models import tiny_reward_model
 
 PAIRS: list[Example] = [
@@ -34,7 +33,7 @@ GRADES: list[Example] = [
     Graded("2", "1+1=", "3", 0.0),
     Graded("3", "2+3=", "6 apples", 0.0),
 ]
-NUMBERS: list[Example] = [replace(one, grade=3 * one.grade - 1) for one in GRADES if isinstance(one, Graded)]
+NUMBERS: list[Example] = [structs.replace(one, grade=3 * one.grade - 1) for one in GRADES if isinstance(one, Graded)]
 STEPS: list[Example] = [
     Steps("1", "2+3=", ("add 3", "5"), (1.0, 1.0)),
     Steps("2", "1+1=", ("3",), (0.0,)),
@@ -79,7 +78,7 @@ def test_the_step_is_adamw_on_the_mean_loss_for_any_microbatches(name: str, micr
     )  # fmt: skip
     model, other = (tiny_reward_model(kind) for _ in range(2))
     trainer = RewardModelTrainer(model, config, choose_objective(examples, center=center), total_steps=1)
-    encoded, _ = encode_examples(examples, model.encoder, None)
+    encoded = encode_examples(examples, model.encoder, None)
     metrics = trainer.train_step(encoded)
 
     def score(prompt: str, completion: Any) -> Tensor:
@@ -120,23 +119,8 @@ def make(
     examples: list[Example], config: RewardModelConfig, steps: int = 100
 ) -> tuple[RewardModelTrainer, list[EncodedExample]]:
     model = tiny_reward_model(kind_of_examples(examples))
-    encoded, _ = encode_examples(examples, model.encoder, None)
+    encoded = encode_examples(examples, model.encoder, None)
     return RewardModelTrainer(model, config, choose_objective(examples), steps), encoded
-
-
-@pytest.mark.slow
-def test_a_reward_model_learns_and_knows_how_well() -> None:
-    config = RewardModelConfig(batch_size=16, learning_rate=2e-3)
-    trainer, encoded = make(many(160), config, steps=20)
-    held_out, _ = encode_examples(many(60, seed=1), trainer.model.encoder, None)
-    before = evaluate(trainer.model, held_out, trainer.objective)
-    train_epochs(trainer, encoded, epochs=2, on_step=lambda done, metrics: True)
-    after = evaluate(trainer.model, held_out, trainer.objective)
-    assert trainer.step == 20
-    assert before.metrics["accuracy"] < 0.9
-    assert after.metrics["accuracy"] > 0.97
-    assert after.metrics["auc"] > 0.9
-    assert after.metrics["loss"] < before.metrics["loss"]
 
 
 def test_the_examples_of_a_prompt_stay_together_and_every_epoch_has_another_order() -> None:
@@ -196,20 +180,20 @@ def test_quality_of_grades_and_of_steps_by_hand(monkeypatch: pytest.MonkeyPatch)
     grades: list[Example] = [
         Graded("1", "a", "1", 1.0), Graded("2", "a", "2", 0.0), Graded("3", "a", "3", 0.0), Graded("4", "b", "4", 1.0),
     ]  # fmt: skip
-    encoded, _ = encode_examples(grades, model.encoder, None)
+    encoded = encode_examples(grades, model.encoder, None)
     monkeypatch.setattr(model, "scores", lambda rows: [torch.tensor([z]) for z in (1.0, 2.0, -1.0, -3.0)])
     metrics = evaluate(model, encoded, choose_objective(grades)).metrics
     assert metrics["accuracy"] == 0.5
     assert metrics["auc"] == 0.25  # 1 above -1, of four pairs
     assert metrics["rank_agreement"] == 0.5  # of prompt a: 1 > -1, not 1 > 2
     steps: list[Example] = [Steps("1", "a", ("x", "y"), (1.0, 0.0)), Steps("2", "b", ("z",), (1.0,))]
-    encoded, _ = encode_examples(PAIRS, model.encoder, None)
+    encoded = encode_examples(PAIRS, model.encoder, None)
     monkeypatch.setattr(model, "scores", lambda rows: [torch.tensor([z]) for z in (1.0, 1.0, 2.0, 2.0, 0.0, 9.0)])
     metrics = evaluate(model, encoded, choose_objective(PAIRS)).metrics
     assert metrics["accuracy"] == pytest.approx(1 / 3)  # two ties, which count one half, and one wrong
     assert metrics["calibration_error"] == pytest.approx(1 / 3, abs=1e-3)  # of the wrong one, which was certain
     model = tiny_reward_model(RewardModelKind.PROCESS)
-    encoded, _ = encode_examples(steps, model.encoder, None)
+    encoded = encode_examples(steps, model.encoder, None)
     monkeypatch.setattr(model, "scores", lambda rows: [torch.tensor([2.0, -1.0]), torch.tensor([-2.0])])
     metrics = evaluate(model, encoded, choose_objective(steps)).metrics
     assert metrics["accuracy"] == pytest.approx(2 / 3)
@@ -253,10 +237,10 @@ def test_pairs_without_a_prompt_are_held_out_and_share_their_beginning(tmp_path:
     """TRL's implicit prompt: nobody knows where it ends, so that each pair counts as a prompt of its own."""
     records = [{"chosen": f"{n}+1={n + 1}", "rejected": f"{n}+1=0"} for n in range(1, 7)]
     examples = read_examples(write(tmp_path / "pairs.jsonl", *records, {"chosen": "5", "rejected": "6"}))
-    training, held_out = hold_out(examples, 0.3, one_prompt="one prompt")
-    assert (len(training), len(held_out)) == (5, 2)
+    split = hold_out(examples, 0.3, one_prompt="one prompt")
+    assert (len(split.training), len(split.held_out)) == (5, 2)
     assert len({example.content for example in examples}) == 7
-    encoded, _ = encode_examples(examples, tiny_reward_model(RewardModelKind.OUTCOME).encoder, None)
+    encoded = encode_examples(examples, tiny_reward_model(RewardModelKind.OUTCOME).encoder, None)
     assert [as_batch(one.rows).context[0] == as_batch(one.rows).context[1] for one in encoded] == [True] * 6 + [False]
     assert len(as_batch(encoded[0].rows).context[0]) == len("1+1=")
     graded = read_examples(write(tmp_path / "g.jsonl", *({"prompt": "", "completion": c, "grade": 1} for c in "ab")))
@@ -279,7 +263,7 @@ GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}
         (GOOD | {"rejected": None}, "'rejected' must be a string, because 'prompt' is one; this is null"),
         (GOOD | {"margin": "high"}, "'margin' must be a number, this is a string"),
         (GOOD | {"margin": 10**400}, "'margin' is beyond 1e6: scale"),
-        ({"chosen": [], "rejected": []}, "'chosen' must be a string or a list of chat messages, it is empty"),
+        ({"chosen": [], "rejected": []}, "'chosen' is empty"),
         (GOOD | {"prompt": 5}, "'prompt' must be a string or a list of chat messages"),
         (GOOD | {"prompt": [{"role": "user"}]}, "message 1 of 'prompt' needs a 'content'"),
     ],
@@ -293,7 +277,10 @@ def test_bad_lines_are_refused_by_their_number(record: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"completions": [], "labels": []}, "'completions' must be a list with one value for each step, it is empty"),
+        (
+            {"completions": [], "labels": []},
+            "'completions' must be a list with one value for each step, this is a list of 0",
+        ),
         ({"completions": ["a"], "labels": [1, 0]}, r"1 'completions' \(steps\) and 2 'labels'"),
         ({"completions": ["a", 5], "labels": [1, 0]}, "step 2 of 'completions' must be a text, this is a number"),
         ({"completions": ["a"], "labels": [2]}, "probabilities from 0 to 1"),
@@ -313,10 +300,6 @@ def test_options_that_do_not_fit_the_data_are_refused() -> None:
     with pytest.raises(ConfigError, match="1: the grade is 2, and cross_entropy needs 0 to 1"):
         choose_objective(NUMBERS, "cross_entropy")
     encoder = tiny_reward_model(RewardModelKind.OUTCOME).encoder
-    with pytest.raises(ConfigError, match=r"1: the prompt with its completion has 11 tokens, more than 9"):
+    with pytest.raises(ConfigError, match=r"1: prompt and completion have 11 tokens, and at most 9 are trained"):
         encode_examples(PAIRS, encoder, 9)
-    kept, dropped = encode_examples(PAIRS, encoder, 9, drop=True)
-    assert [one.example.place for one in kept] == ["2", "3"]
-    assert dropped == 1
-    with pytest.raises(ConfigError, match="all of 3 examples are longer than 2 tokens"):
-        encode_examples(PAIRS, encoder, 2, drop=True)
+    assert [one.example.place for one in encode_examples(PAIRS, encoder, 9, drop=True)] == ["2", "3"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from covey.config import ChatConfig, ConfigError
 from covey.config.sft import SFTConfig
+from covey.llm.data.rows import encode_fitting
 from covey.llm.data.sft_examples import check_rows
 from covey.llm.model.chat import Chat
-from covey.llm.sft.encoding import ExampleEncoder, encode_examples, longest_example
+from covey.llm.sft.encoding import SFT_OPTIONS, ExampleEncoder, longest_example
 from covey.llm.sft.function_rows import read_function
 from covey.llm.sft.sources import calculator_examples
 from helpers.chat_models import CHAT_MODELS, chat_of
@@ -25,8 +27,9 @@ def examples_of(*rows, **fields):
 
 
 def encode(chat, row):
-    [example] = examples_of(row)
-    return ExampleEncoder(chat).encode(example)
+    encode_one = ExampleEncoder(chat).encode
+    (encoded,) = encode_fitting(examples_of(row), encode_one, None, drop=False, options=SFT_OPTIONS)
+    return encoded
 
 
 def trained(chat, encoded):
@@ -99,13 +102,13 @@ def test_the_chat_table_adds_to_the_prompt_as_it_does_in_training():
 def test_long_examples_are_refused_or_dropped():
     chat = Chat(tiny_tokenizer(), frozenset({1}))
     examples = examples_of({"prompt": "1+2=", "completion": "3"}, {"prompt": "1+2=", "completion": "33"})
-    encoder = ExampleEncoder(chat)
-    assert len(encode_examples(examples, encoder, 7, drop=False)) == 2
+    fitting = partial(encode_fitting, examples, ExampleEncoder(chat).encode, options=SFT_OPTIONS)
+    assert len(fitting(7, drop=False)) == 2
     with pytest.raises(ConfigError, match=r"row 2: prompt and completion have 7 tokens, and at most 6 are trained"):
-        encode_examples(examples, encoder, 6, drop=False)
-    assert len(encode_examples(examples, encoder, 6, drop=True)) == 1
+        fitting(6, drop=False)
+    assert len(fitting(6, drop=True)) == 1
     with pytest.raises(ConfigError, match="every example has more than 5 tokens"):
-        encode_examples(examples, encoder, 5, drop=True)
+        fitting(5, drop=True)
     config = SimpleNamespace(max_position_embeddings=64)
     config.get_text_config = lambda: config
     assert longest_example(config, 0) == 64

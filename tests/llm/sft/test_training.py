@@ -69,23 +69,6 @@ def test_the_held_out_loss_is_the_mean_over_the_tokens_of_all_batches():
     assert mean_loss(policy, batches) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_prompt_and_a_reply_have_no_influence_on_the_loss_but_as_context():
-    """The loss of the tokens after a reply depends on the reply, and a longer prompt adds no terms."""
-    policy = LanguagePolicy(tiny_model())
-    other = EncodedExample(CONVERSATION.prompt, (20, 21, 1, 30, 31, 33, 22, 1), CONVERSATION.decided)
-    assert batch_of([other]).mask_BT.sum() == 5
-    assert mean_loss(policy, [batch_of([other])]) != mean_loss(policy, [batch_of([CONVERSATION])])
-
-
-@pytest.mark.slow
-def test_training_learns_the_examples():
-    module = tiny_model()
-    trainer = trainer_of(module)
-    losses = [trainer.train_step(batch_of(EXAMPLES))["sft/loss"] for _ in range(60)]
-    assert losses[-1] < losses[0] / 5
-    assert trainer.step == 60
-
-
 def test_every_epoch_has_each_example_once_in_an_order_of_its_own_and_goes_on_anywhere():
     items = list(range(10))
     groups = [[item] for item in items]

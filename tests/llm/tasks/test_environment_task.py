@@ -33,7 +33,7 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
     config = EnvironmentTaskConfig()
     with pytest.raises(ConfigError, match="it, held-out row 1: there is no 'prompt'"):
         EnvironmentRows({"training": ROWS, "held_out": [ROWS[0], {"number": 3}]}, config, "it")
-    with pytest.raises(ConfigError, match="it has no prompt for training that is not held out"):
+    with pytest.raises(ConfigError, match="so none is left for training"):
         EnvironmentRows({"training": ROWS[:2], "held_out": ROWS}, config, "it")
     with pytest.raises(ConfigError, match="it has only one prompt"):
         EnvironmentRows({"training": ROWS[:1], "held_out": []}, config, "it")

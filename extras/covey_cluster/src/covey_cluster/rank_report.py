@@ -29,7 +29,6 @@ from covey.llm.memory.estimate import (
     shards_of_rank,
     trained_parameters,
 )
-from covey.llm.memory.rank_memory import predict_sharded, rollout_bytes, without_sampling
 from covey.runtime.optimizer import LARGEST_REPLICA, fits_replicated, replica_bytes
 from covey_cluster.communication import (
     Passes,
@@ -39,6 +38,7 @@ from covey_cluster.communication import (
     sharded_traffic,
     whole_weights_traffic,
 )
+from covey_cluster.rank_memory import predict_sharded, rollout_bytes, without_sampling
 from covey_cluster.report import DevicesConfig, check_planned_ranks, memory_size
 from covey_cluster.throughput import TrainerSpeed, computing_seconds, evaluations_of_a_token
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.llm.memory.estimate import decoded_rows, largest_group, token_bytes
+from covey.llm.generation.decoder import token_bytes
+from covey.llm.memory.estimate import decoded_rows, largest_group
 from covey_cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
 from covey_cluster.rank_report import RankPlanner
 from covey_cluster.report import SimulationConfig
@@ -122,7 +123,7 @@ class ClusterPlanner:
             return None
         size, workload = planner.size, self.workload
         rows = decoded_rows(
-            token_bytes(size.attention_heads, size.layers, planner.width),
+            token_bytes(size.layers, size.attention_heads, planner.width),
             requests=-(-workload.prompts // self.ranks),
             completions=workload.group_size,
             max_rows=sampling.rows_at_once,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config import ConfigError, RunConfig
+from covey.llm.generation.decoder import token_bytes
 from covey.llm.memory.dimensions import Dimensions
-from covey.llm.memory.estimate import token_bytes
 from covey_cluster.communication import GIGA, Traffic
 from covey_cluster.report import DevicesConfig, SimulationConfig
 from covey_cluster.servers import RooflineSpeed
@@ -77,7 +77,7 @@ def plan_server(
     count = plan.devices_per_server or 1
     while not plan.devices_per_server and weights > LARGEST_MODEL * memory * count:
         count *= 2
-    cache = token_bytes(size.attention_heads, size.layers, width) * context
+    cache = token_bytes(size.layers, size.attention_heads, width) * context
     fitting = int((SERVER_MEMORY * memory * count - weights) // cache)
     if fitting < 1:
         raise ConfigError(

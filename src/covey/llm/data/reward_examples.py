@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
+
+from msgspec import Struct
 
 from covey.llm.data.rows import Messages, check_prompt, check_text, faults_at, kind_name, read_records
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(Struct, frozen=True, tag_field="kind", tag=True):
     """One line of a data set, checked."""
 
     place: str  # "pairs.jsonl line 7", for messages
@@ -38,8 +38,7 @@ class Example:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Pair(Example):
+class Pair(Example, frozen=True, tag=True):
     """Two completions of a prompt, of which the first is preferred."""
 
     chosen: str | Messages
@@ -55,20 +54,22 @@ class Pair(Example):
         return "".join(one for one, _ in alike) or self.chosen
 
 
-@dataclass(frozen=True)
-class Graded(Example):
+class Graded(Example, frozen=True, tag=True):
     """A completion with its grade."""
 
     completion: str | Messages
     grade: float
 
     @property
+    def labels(self) -> tuple[float]:
+        return (self.grade,)
+
+    @property
     def _beginning(self) -> str | Messages:
         return self.completion
 
 
-@dataclass(frozen=True)
-class Steps(Example):
+class Steps(Example, frozen=True, tag=True):
     """The steps of a completion; each label is the probability that the step is right, usually 0 or 1."""
 
     steps: tuple[str, ...]
@@ -150,7 +151,8 @@ def _steps(place: str, record: dict[str, Any]) -> Steps:
     prompt, texts, labels = _prompt(record["prompt"]), record["completions"], record["labels"]
     for name, value in (("completions", texts), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{name!r} must be a list with one value for each step, {_found(value)}")
+            empty = " of 0" if value == [] else ""
+            raise ValueError(f"{name!r} must be a list with one value for each step, this is {kind_name(value)}{empty}")
     if len(texts) != len(labels):
         raise ValueError(f"there are {len(texts)} 'completions' (steps) and {len(labels)} 'labels': give one for each")
     for number, text in enumerate(texts, start=1):
@@ -163,10 +165,7 @@ def _steps(place: str, record: dict[str, Any]) -> Steps:
 
 
 def _prompt(prompt: Any) -> str | Messages:
-    if prompt == "":
-        return ""
-    check_prompt(prompt)
-    return prompt if isinstance(prompt, str) else tuple(prompt)
+    return "" if prompt == "" else _messages(prompt, "prompt")
 
 
 def _completion(value: Any, name: str, prompt: str | Messages) -> str | Messages:
@@ -187,15 +186,10 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _messages(value: Any, name: str) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name!r} must be a string or a list of chat messages, {_found(value)}")
+def _messages(value: Any, name: str) -> Any:
+    """Checked messages, or a text."""
     check_prompt(value, name)
-    return tuple(value)
-
-
-def _found(value: Any) -> str:
-    return "it is empty" if value == [] else f"this is {kind_name(value)}"
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _number(value: Any, name: str) -> float:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from covey.config import ConfigError, DatasetConfig
+from covey.config.fields import plural
 from covey.config.files import parse_json, path_error, read_file, shortened, user_path
 from covey.config.machine import memory_bytes
 from covey.config.named_modules import data_files, is_arrow
@@ -26,6 +27,10 @@ MEMORY_PER_BYTE = 8  # peak memory while a file is read, relative to its size
 BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write at the beginning of a file
 LONGEST_LINE = 64 << 20  # bytes
 LONGEST_PROMPT = 4 << 20  # characters; no model takes so many tokens, which would take seconds to encode
+ONE_PROMPT = (
+    "{path} has only one prompt, so none is left for evaluation: add prompts, or name a file of held-out prompts with "
+    "task.held_out_path"
+)
 HALF_A_PAIR = "half of a surrogate pair (\\ud800 to \\udfff), which is not text"
 
 
@@ -45,6 +50,13 @@ class Prompted(Protocol):
 Item = TypeVar("Item", bound=Prompted)
 
 
+class Options(NamedTuple):
+    """How a message names the settings of long examples."""
+
+    max_tokens: str
+    drop: str
+
+
 @dataclass(frozen=True)
 class Row:
     """One prompt with its columns, checked."""
@@ -60,15 +72,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Training and held-out rows of a run."""
+class Split(Generic[Item]):
+    """Training and held-out rows or examples."""
 
-    training: list[Row]
-    held_out: list[Row]
-    overlap: int  # training rows that were dropped because their prompts are held out
+    training: list[Item]
+    held_out: list[Item]
+    overlap: int = 0  # training items that were dropped because their prompts are held out
 
 
-def read_data(config: DatasetConfig) -> Data:
+def read_data(config: DatasetConfig) -> Split[Row]:
     """Read the rows of a [task] table with the name dataset. An unchanged file is read once.
 
     Raises:
@@ -77,16 +89,14 @@ def read_data(config: DatasetConfig) -> Data:
     """
     rows = read_rows(config.path)
     if not config.held_out_path:
-        return split(rows, config)
-    held_out = read_rows(config.held_out_path)
-    training = without_held_out(
+        return hold_out(rows, config.held_out_fraction, one_prompt=ONE_PROMPT.format(path=config.path))
+    return without_held_out(
         rows,
-        held_out,
+        read_rows(config.held_out_path),
         paths=(config.path, config.held_out_path),
         drop=config.overlap == "drop",
         remedy='; set task.overlap = "drop"',
     )
-    return Data(training, held_out, overlap=len(rows) - len(training))
 
 
 def read_rows(path: str) -> list[Row]:
@@ -285,9 +295,9 @@ def kind_name(value: Any) -> str:
 
 
 def without_held_out(
-    items: Sequence[Item], held_out: Sequence[Item], *, paths: tuple[str, str], drop: bool, remedy: str
-) -> list[Item]:
-    """The training items whose prompts are not held out.
+    items: Sequence[Item], held_out: list[Item], *, paths: tuple[str, str], drop: bool, remedy: str = ""
+) -> Split[Item]:
+    """The items whose prompts are not held out, for training, and the held-out ones.
 
     Args:
         items: rows or examples of the first path.
@@ -309,10 +319,10 @@ def without_held_out(
         )
     if len(shared) == len(items):
         raise ConfigError(f"every prompt of {paths[0]} is also in {paths[1]}, so none is left for training")
-    return [item for item in items if item.content not in places]
+    return Split([item for item in items if item.content not in places], held_out, overlap=len(shared))
 
 
-def hold_out(items: Sequence[Item], fraction: float, *, one_prompt: str) -> tuple[list[Item], list[Item]]:
+def hold_out(items: Sequence[Item], fraction: float, *, one_prompt: str) -> Split[Item]:
     """Training and held-out items; those of one prompt stay together.
 
     The choice depends on the prompts alone, so that it is the same for every order and every run.
@@ -331,20 +341,65 @@ def hold_out(items: Sequence[Item], fraction: float, *, one_prompt: str) -> tupl
     count = min(max(1, round(fraction * len(contents))), len(contents) - 1)
     held_out = set(contents[:count])
     training = [item for item in items if item.content not in held_out]
-    return training, [item for item in items if item.content in held_out]
+    return Split(training, [item for item in items if item.content in held_out])
 
 
-def split(rows: list[Row], config: DatasetConfig) -> Data:
-    """Hold out `config.held_out_fraction` of the different prompts; rows with the same prompt stay together.
+class Sized(Protocol):
+    """An encoded example."""
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+
+
+Encoded = TypeVar("Encoded", bound=Sized)
+
+
+def encode_fitting(
+    items: Sequence[Item], encode: Callable[[Item], Encoded], longest: int | None, *, drop: bool, options: Options
+) -> list[Encoded]:
+    """Encode items. Items with more than `longest` tokens (None: any length) are dropped or, without `drop`, refused.
 
     Raises:
-        ConfigError: if there is one prompt only.
+        ConfigError: for the first item that is refused or cannot be encoded; if none is left.
     """
-    one_prompt = (
-        f"{config.path} has only one prompt, so none is left for evaluation: add prompts, or name a file of held-out "
-        "prompts with task.held_out_path"
+    found = []
+    for item in items:
+        with faults_at(item.place):
+            encoded = encode(item)
+        if longest is None or encoded.tokens <= longest:
+            found.append(encoded)
+        elif not drop:
+            raise ConfigError(
+                f"{item.place}: prompt and completion have {encoded.tokens:,} tokens, and at most {longest:,} are "
+                f"trained: shorten it, raise {options.max_tokens} up to the model's limit, or {options.drop}"
+            )
+    if items and not found:
+        raise ConfigError(
+            f"every example has more than {longest:,} tokens: shorten them, or raise {options.max_tokens}"
+        )
+    return found
+
+
+def encode_split(
+    split: Split[Item],
+    encode: Callable[[Item], Encoded],
+    longest: int | None,
+    *,
+    drop: bool,
+    options: Options,
+    notes: list[str],
+) -> tuple[list[Encoded], list[Encoded]]:
+    """The training and the held-out items, each as `encode_fitting`; what was left out becomes a note for the user."""
+    training, held_out = (
+        encode_fitting(some, encode, longest, drop=drop, options=options) for some in (split.training, split.held_out)
     )
-    return Data(*hold_out(rows, config.held_out_fraction, one_prompt=one_prompt), overlap=0)
+    dropped = len(split.training) + len(split.held_out) - len(training) - len(held_out)
+    if dropped:
+        notes.append(f"{plural(dropped, 'example')} of more than {longest:,} tokens left out")
+    if split.overlap:
+        notes.append(f"{plural(split.overlap, 'example')} left out of training because their prompts are held out")
+    return training, held_out
 
 
 def prompt_hash(content: str) -> int:

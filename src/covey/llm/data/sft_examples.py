@@ -19,6 +19,7 @@ from covey.config.files import shortened
 from covey.config.sft import SFTConfig
 from covey.llm.data.rows import (
     Messages,
+    Split,
     check_messages,
     check_prompt,
     faults_at,
@@ -44,15 +45,6 @@ class Example:
         return json.dumps([self.prompt, self.tools] if self.tools else self.prompt, sort_keys=True, default=str)
 
 
-@dataclass(frozen=True)
-class Examples:
-    """The examples of a training."""
-
-    training: list[Example]
-    held_out: list[Example]
-    overlap: int = 0  # training examples that were dropped because their prompts are held out
-
-
 def read_rows(config: SFTConfig, path: str) -> list[Example]:
     """All examples of one file.
 
@@ -76,28 +68,26 @@ def check_rows(config: SFTConfig, rows: Iterable[tuple[str, Mapping[str, Any]]])
     return found
 
 
-def split_examples(config: SFTConfig, examples: list[Example]) -> Examples:
+def split_examples(config: SFTConfig, examples: list[Example]) -> Split[Example]:
     """Divide examples into those for training and held-out ones.
 
     Raises:
         ConfigError: if no example is left for one of them.
     """
     if config.held_out_path:
-        held_out = read_rows(config, config.held_out_path)
-        kept = without_held_out(
+        return without_held_out(
             examples,
-            held_out,
+            read_rows(config, config.held_out_path),
             paths=(config.data, config.held_out_path),
             drop=config.overlap == "drop",
             remedy='; set sft.overlap = "drop"',
         )
-        return Examples(kept, held_out, overlap=len(examples) - len(kept))
     if not config.held_out_fraction:
-        return Examples(examples, [])
+        return Split(examples, [])
     one_prompt = (
         f"{config.data} has only one prompt, so none is left to hold out: add prompts, or set sft.held_out_fraction = 0"
     )
-    return Examples(*hold_out(examples, config.held_out_fraction, one_prompt=one_prompt))
+    return hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
 
 
 def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:

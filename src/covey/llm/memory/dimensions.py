@@ -17,10 +17,9 @@ from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
 from covey.llm.generation.decoder import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
-from covey.llm.model.files import check_config, read_model_config, reading
+from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config
 from covey.llm.model.lora import adaptable_paths
-from covey.llm.model.pretrained import config_of, skeleton
 
 SMOLLM2_135M = {
     "model_type": "llama",

@@ -10,7 +10,6 @@ Shapes: S prompts and R rollouts of a microbatch, P tokens of a prompt, C fed to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from covey.config import CRITIC_FREE, RunConfig
 from covey.config.model_sources import resolved
@@ -25,7 +24,6 @@ from covey.llm.generation import (
 )
 from covey.llm.memory.dimensions import Dimensions, LinearShape
 from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
-from covey.llm.model.architecture import Heads
 from covey.llm.model.lora import choose_targets
 from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
@@ -111,7 +109,7 @@ def predict(
             "reward models": reward_model_parameters * width,
             "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
             "other processes": processes if device == "cpu" else 0,
-            "gathered weights": 0,  # those of sharded weights: `rank_memory`
+            "gathered weights": 0,  # those of sharded weights: covey_cluster
             **_sampling(size, config, device, width, prompt_tokens, ranks),
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,
@@ -222,21 +220,25 @@ def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, d
 def _sampling(
     size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int, ranks: int
 ) -> dict[str, int]:
+    """Bytes of the buffers of a batch of requests of equal size, with as many whole groups at a time as fit."""
     if config.sampler.kind != "local":
         return dict.fromkeys(SAMPLING, 0)
-    keys_and_values, logits = sampling_bytes(
-        size.attention_heads,
-        size.layers,
-        size.vocabulary,
-        width,
+    token, completions = decoder.token_bytes(size.layers, size.attention_heads, width), largest_group(config)
+    rows = decoded_rows(
+        token,
         requests=-(-config.sampling.prompts_per_step // ranks),
-        completions=largest_group(config),
+        completions=completions,
         max_rows=config.sampling.rows_at_once,
         max_new_tokens=config.rollout_limit,
-        prompt_tokens=prompt_tokens,
-        native=device == "cpu" and size.has_kernels,
         device=device,
     )
+    logits = batch.logits_bytes(rows, size.vocabulary, width)
+    shape = token, rows, config.rollout_limit, rows // completions, prompt_tokens
+    if device == "cpu" and size.has_kernels:
+        keys_and_values = native_decoder.cache_bytes(*shape)
+    else:
+        keys_and_values = shared_prefix_decoder.cache_bytes(*shape, device)
+        logits += token_sampling.buffer_bytes(rows, size.vocabulary, device)
     return {
         "prepacked weights": decoder.copy_bytes(size.prepacked_parameters, width, device),
         "keys and values": keys_and_values,
@@ -356,18 +358,6 @@ def _input_of(path: str) -> tuple[str, ...]:
     return parent, *next((names for names in SAME_INPUT if name in names), (name,))
 
 
-class SamplingBytes(NamedTuple):
-    """Bytes of the buffers of one batch."""
-
-    keys_and_values: int
-    logits: int  # and the probabilities that tokens are drawn from
-
-
-def token_bytes(heads: Heads, layers: int, itemsize: int) -> int:
-    """Bytes of the keys and values of one token."""
-    return decoder.token_bytes(layers, heads, itemsize)
-
-
 def decoded_rows(
     token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int, device: str
 ) -> int:
@@ -375,51 +365,10 @@ def decoded_rows(
 
     Args:
         token: bytes of the keys and values of a token.
-        requests, completions, max_rows, max_new_tokens, device: as in `sampling_bytes`.
+        requests, completions: number of prompts, and of completions of each.
+        max_rows: completions that are generated together; 0 if memory decides.
+        max_new_tokens: tokens of a completion.
+        device: "cpu" or "cuda".
     """
     fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device)
     return local_generator.rows_together(fitting, requests, completions) // completions * completions
-
-
-def sampling_bytes(
-    heads: Heads,
-    layers: int,
-    vocabulary: int,
-    itemsize: int,
-    *,
-    requests: int,
-    completions: int,
-    max_rows: int,
-    max_new_tokens: int,
-    prompt_tokens: int,
-    native: bool,
-    device: str,
-) -> SamplingBytes:
-    """Bytes for requests of equal size, with as many whole groups at a time as fit.
-
-    Args:
-        heads, layers, vocabulary: dimensions of the model.
-        itemsize: bytes of a key, a value and a logit.
-        requests, completions: number of prompts, and of completions of each.
-        max_rows: completions that are generated together; 0 if memory decides.
-        max_new_tokens, prompt_tokens: tokens of a completion and of a prompt.
-        native: `NativeDecoder` and covey's kernels if True, else `SharedPrefixDecoder` and torch.
-        device: "cpu" or "cuda".
-    """
-    token = token_bytes(heads, layers, itemsize)
-    rows = decoded_rows(
-        token,
-        requests=requests,
-        completions=completions,
-        max_rows=max_rows,
-        max_new_tokens=max_new_tokens,
-        device=device,
-    )
-    logits = batch.logits_bytes(rows, vocabulary, itemsize)
-    shape = token, rows, max_new_tokens, rows // completions, prompt_tokens
-    if native:
-        return SamplingBytes(native_decoder.cache_bytes(*shape), logits)
-    return SamplingBytes(
-        shared_prefix_decoder.cache_bytes(*shape, device),
-        logits + token_sampling.buffer_bytes(rows, vocabulary, device),
-    )

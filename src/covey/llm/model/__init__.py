@@ -1,8 +1,8 @@
 """A causal language model: from files to log-probabilities.
 
 loading            from a name to model and tokenizer, with the checks of both
-files              config.json, tokenizer and headers of weights, checked before anything is loaded
-pretrained         the calls of transformers' loaders and of the model hub
+files              config.json, tokenizer and headers of weights, checked before anything is loaded; the loaders of
+                   transformers, and the model hub
 gguf               GGUF files: conversion to a folder of transformers, and export
 chat               between text and token ids; chat_templates: a template in a process of its own
 architecture       supported architectures and the modules of a layer

@@ -145,5 +145,9 @@ def position_limit(config: Any) -> int | None:
 def longest_row(config: Any) -> int | None:
     """Longest row in tokens within both `position_limit` and `exact_length`; None without a limit."""
     exact = exact_length(config)
-    limits = (position_limit(config), None if exact is None else exact[0])
+    return shortest(position_limit(config), None if exact is None else exact[0])
+
+
+def shortest(*limits: int | None) -> int | None:
+    """The lowest limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)

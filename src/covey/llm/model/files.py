@@ -1,24 +1,47 @@
-"""Reads and checks the files of a model before its weights are read: `config.json`, tokenizer, headers of safetensors.
+"""Reads and checks the files of a model, from a folder or the model hub, by the loaders of transformers.
 
-Models that cannot be loaded are refused: those with code of their own, with pickled, quantised or missing weights, with
-an architecture that is not a causal language model, or with damaged files. Any exception of a library becomes one line.
+Models that cannot be loaded are refused before their weights are read: those with code of their own, with pickled,
+quantised or missing weights, with an architecture of another kind, or with damaged files. Any exception of a library
+becomes one line. Code of a model is never run, and only `download` asks the hub.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
-from collections.abc import Container, Iterator
+import threading
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
+import torch
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files
@@ -143,22 +166,28 @@ class WeightFiles:
             yield tensors
 
 
-def check_config(
-    fields: dict[str, Any],
-    model: str,
-    architectures: Container[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    needed: str = "causal language model: choose a decoder, such as Llama, Qwen or GPT-2",
-) -> None:
-    """Refuse the `config.json` of a model that covey does not train.
+class Family(NamedTuple):
+    """Models that one class of transformers loads."""
 
-    Args:
-        fields: its content.
-        model: the model's name in messages.
-        architectures: the model types that are allowed.
-        needed: the kind of these models, with the fix.
+    loader: Any
+    architectures: Container[str]  # the model types that it knows
+    noun: str
+    fix: str = "choose another model"
+
+
+CAUSAL = Family(
+    AutoModelForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "causal language model",
+    "choose a decoder, such as Llama, Qwen or GPT-2",
+)
+
+
+def check_config(fields: dict[str, Any], model: str, family: Family = CAUSAL) -> None:
+    """Refuse the `config.json` of a model that covey does not train; `model` is its name in messages.
 
     Raises:
-        ConfigError: if it is no such model of transformers, has code of its own, or is quantised.
+        ConfigError: if it is not a model of the family, has code of its own, or is quantised.
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -166,7 +195,7 @@ def check_config(
     listed = fields.get("architectures")
     classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named = f"{classes[0]} (model_type {kind!r})" if classes else f"model_type {kind!r}"
-    if kind not in architectures:
+    if kind not in family.architectures:
         if fields.get("auto_map"):
             raise ConfigError(own_code(model, f"its architecture {named}"))
         if kind not in CONFIG_MAPPING_NAMES:
@@ -174,7 +203,7 @@ def check_config(
                 f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
                 "another model, or a newer transformers"
             )
-        raise ConfigError(f"model {model}: {named} is not a {needed}")
+        raise ConfigError(f"model {model}: {named} is not a {family.noun}: {family.fix}")
     quantised = fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -306,3 +335,237 @@ def _convert(folder: Path) -> str:
         f'if you trust its source, convert it once with python -c "from transformers import {loader} as M; '
         f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
+
+
+GENERATION_FILE = "generation_config.json"
+ENCODERS = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # unless is_decoder is set
+SAFELY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+PARTS = {AutoConfig: "config.json", AutoTokenizer: "tokenizer", GenerationConfig: GENERATION_FILE}
+
+
+def config_of(fields: Mapping[str, Any], model: str) -> PreTrainedConfig:
+    """Build the config from the content of a `config.json`.
+
+    Raises:
+        ConfigError: if transformers cannot build a config from it.
+    """
+    with reading(f"model {model}: its config.json describes no language model known here"):
+        fields = {name: value for name, value in fields.items() if name not in ("quantization_config", "auto_map")}
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        assert isinstance(config, PreTrainedConfig)
+        return config
+
+
+def read_part(part: Any, folder: Path, model: str) -> Any:
+    """Read the config, the tokenizer or the generation config in a folder: `part` is a key of `PARTS`.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    with reading(f"model {model}: its {PARTS[part]} cannot be loaded"):
+        return part.from_pretrained(str(folder), **SAFELY)
+
+
+def check_causal(config: PreTrainedConfig, model: str) -> None:
+    """Refuse encoders by their config.
+
+    Raises:
+        ConfigError: naming the architecture.
+    """
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"model {model}: {kind} is an encoder with a decoder, no causal language model: choose a decoder"
+        )
+    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if kind in ENCODERS and not causal:
+        raise ConfigError(
+            f"model {model}: {kind} is an encoder, in which a token sees those after it, and no causal language model: "
+            "choose a decoder, such as Llama, Qwen or GPT-2"
+        )
+
+
+def skeleton(config: PreTrainedConfig, model: str, family: Family = CAUSAL) -> PreTrainedModel:
+    """The model of a config without weights, on torch's meta device: names and shapes only.
+
+    Raises:
+        ConfigError: if the config describes no model of the family.
+    """
+    if family is CAUSAL:
+        check_causal(config, model)
+    elif config.model_type not in family.architectures:
+        raise ConfigError(
+            f"model {model}: transformers has no {family.noun} for its architecture: choose another model"
+        )
+    with (
+        reading(f"model {model}: its config.json describes no {family.noun} known here"),
+        torch.device("meta"),
+    ):
+        module = family.loader.from_config(config, trust_remote_code=False)
+        assert isinstance(module, PreTrainedModel)
+        return module
+
+
+def build(
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    tensors: Mapping[str, Any],
+    dtype: torch.dtype,
+    model: str,
+    *,
+    is_whole: bool = True,
+) -> PreTrainedModel:
+    """Build a model with the given weights.
+
+    Args:
+        kind: the class of its `skeleton`.
+        tensors: name -> tensor, with the names of a transformers checkpoint.
+        is_whole: refuse weights that are not exactly those of the config.
+
+    Raises:
+        ConfigError: if transformers cannot load them, or they do not fit.
+    """
+    with reading(f"model {model}: its weights cannot be loaded"):
+        loaded: Any = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            attn_implementation=None,  # a config may name an implementation from its own code
+            **SAFELY,
+        )
+    module, info = loaded
+    others = {entry[0] for entry in info["mismatched_keys"]}
+    unfit = misfits(info["missing_keys"], others, info["unexpected_keys"]) + [str(one) for one in info["error_msgs"]]
+    if unfit and is_whole:
+        raise do_not_fit(model, unfit)
+    assert isinstance(module, PreTrainedModel)
+    return module
+
+
+def misfits(missing: Collection[str], others: Collection[str], unexpected: Collection[str] = ()) -> list[str]:
+    """One text for each kind of mismatch between the names of weights and an architecture."""
+    kinds = (
+        ("missing from its files", missing),
+        ("of another shape than its config.json says", others),
+        ("in its files, but not in its architecture", unexpected),
+    )
+    return [
+        f"{len(names)} {'weight is' if len(names) == 1 else 'weights are'} {what} ({min(names)})"
+        for what, names in kinds
+        if names
+    ]
+
+
+def do_not_fit(model: str, found: Sequence[str]) -> ConfigError:
+    """The error for weights that are not those of the config, with the mismatches."""
+    return ConfigError(
+        f"model {model}: its weights and its config.json do not fit each other: {'; '.join(found)}: copy or download "
+        "both again"
+    )
+
+
+def trunk_class(config: PreTrainedConfig, model: str) -> type[PreTrainedModel]:
+    """The class of a decoder without its output layer, for a critic."""
+    with reading(f"model {model}: its config.json describes no decoder known here"), torch.device("meta"):
+        return type(AutoModel.from_config(config, trust_remote_code=False))
+
+
+def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    """Write a model in the format of transformers: its config, and these weights instead of its own."""
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    module.save_pretrained(folder, state_dict=dict(state))  # transformers empties the dict
+    if module.dtype != dtype:  # sharded weights are fp32 masters
+        module.config.dtype = dtype
+        module.config.save_pretrained(folder)
+
+
+ANSWER_SECONDS = 8.0  # deadline of the hub's answer; the download itself has none
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # no pickle
+NOT_HERE = (
+    "name a folder or a .gguf file, or download it where there is a network (hf download {name} --local-dir FOLDER) "
+    "and copy the folder here"
+)
+
+_log = logging.getLogger("covey")
+
+
+def cached_folder(name: str) -> Path | None:
+    """The local folder of a hub's model without asking the hub; None if it is not downloaded completely."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
+        return None
+
+
+def download(name: str) -> Path:
+    """Download a hub's model if the hub has a newer version than this machine; returns its folder.
+
+    The hub is asked once, with a deadline. If it does not answer, or `HF_HUB_OFFLINE` is set, the local version is
+    used.
+
+    Raises:
+        ConfigError: if the hub has no such model, or does not answer and there is no local version.
+    """
+    offline = constants.is_offline_mode()
+    failure = "HF_HUB_OFFLINE is set" if offline else ""
+    if not offline:
+        try:
+            _ask(name)
+        except (RepositoryNotFoundError, HFValidationError) as error:
+            raise ConfigError(
+                f"model {name!r} is neither a folder nor a model of the hub (or it is private): check its name"
+            ) from error
+        except GatedRepoError as error:
+            raise ConfigError(
+                f"model {name!r} asks for its licence to be accepted: do so on {constants.ENDPOINT}/{name}, then hf "
+                "auth login"
+            ) from error
+        except Exception as error:  # any of the layers below: names, sockets, TLS, proxies, HTTP
+            failure = type(error).__name__
+            if "Timeout" in failure:
+                failure = f"it did not answer within {ANSWER_SECONDS:g} s"
+            if isinstance(error, HfHubHTTPError) and error.response is not None:
+                failure = f"HTTP status {error.response.status_code}"
+    if failure:
+        folder = cached_folder(name)
+        if folder is None:
+            raise ConfigError(
+                f"model {name!r} is not on this machine, and the hub cannot be asked ({failure}): "
+                + NOT_HERE.format(name=name)
+            )
+        _log.info("the hub cannot be asked (%s): %s is the version downloaded before", failure, name)
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:
+        raise ConfigError(
+            f"model {name!r} cannot be downloaded ({type(error).__name__}: {error}): try again"
+        ) from error
+
+
+def _ask(name: str) -> None:
+    """Ask the hub for a model, in a thread, because a name server, a proxy or a hub that never answers can delay a
+    request beyond its own time limit.
+
+    Raises:
+        TimeoutError: at the deadline. Exception: any of the request.
+    """
+    answers: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, timeout=ANSWER_SECONDS)
+            answers.put(None)
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True, name="covey-hub").start()
+    try:
+        error = answers.get(timeout=ANSWER_SECONDS)
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error

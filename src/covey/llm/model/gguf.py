@@ -31,8 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from covey.config import ConfigError
 from covey.config.files import make_folder, path_error, sync
 from covey.config.model_sources import EMBEDDED_MODELS, MODEL_CONFIG_FILE
-from covey.llm.model.files import check_model_config, reading
-from covey.llm.model.pretrained import SAFELY, skeleton
+from covey.llm.model.files import SAFELY, check_model_config, reading, skeleton
 from covey.runtime.variables import CACHE_VARIABLE, cache_folder
 from covey.tracking.run_folder import give_usual_permissions
 
@@ -170,14 +169,12 @@ def _convert(file: Path, folder: Path) -> None:
 def _publish(scratch: Path, target: Path) -> None:
     """Move a finished conversion to its place, unless another process did; a damaged one is replaced."""
     if target.exists() and _damage(target) is not None:
-        target.rename(Path(tempfile.mkdtemp(prefix=".damaged-", dir=target.parent)) / target.name)
+        shutil.rmtree(target)
     try:
         scratch.rename(target)
     except OSError:
         if _damage(target) is not None:
             raise
-    for damaged in target.parent.glob(".damaged-*"):
-        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _damage(folder: Path) -> str | None:

@@ -5,8 +5,6 @@ Shapes: L tokens of the trial, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError, LoRAConfig
 from covey.config.model_sources import (
@@ -29,31 +27,29 @@ from covey.config.model_sources import (
 from covey.llm.model.architecture import is_llama_like, position_limit
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.files import (
+    CAUSAL,
+    GENERATION_FILE,
+    Family,
     WeightFiles,
-    check_config,
-    check_tokenizer_files,
-    read_model_config,
-    read_weight_files,
-    reading,
-)
-from covey.llm.model.gguf import converted, embedded_file, read_gguf_config
-from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter
-from covey.llm.model.pretrained import (
     build,
     cached_folder,
     check_causal,
+    check_config,
+    check_tokenizer_files,
     do_not_fit,
     download,
     misfits,
-    read_config,
-    read_generation_config,
-    read_tokenizer,
+    read_model_config,
+    read_part,
+    read_weight_files,
+    reading,
     skeleton,
 )
+from covey.llm.model.gguf import converted, embedded_file, read_gguf_config
+from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter
 from covey.runtime.checkpoint import CheckpointFolder
 
 BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: the model's persistent buffers
-GENERATION_FILE = "generation_config.json"
 CACHE_LINE = 64  # bytes
 
 
@@ -77,6 +73,12 @@ class Description:
     generation: GenerationConfig | None
     weights: WeightFiles | None  # None: the weights of a run's checkpoint
 
+    def load(self, dtype: torch.dtype, name: str) -> PreTrainedModel:
+        """The model with the weights of its files. Raises ConfigError if they do not fit."""
+        assert self.weights is not None
+        with self.weights.open() as tensors:
+            return build(type(self.module), self.config, tensors, dtype, name)
+
 
 def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Load a model by its name in a recipe.
@@ -94,14 +96,17 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         merge_adapter(adapter.model)
         return loaded
     described = _describe(source, model_folder(source), name)
-    with _weights(source, described) as tensors:
-        module, unfit = build(type(described.module), described.config, tensors, dtype, name)
     if source.kind is ModelKind.CHECKPOINT:
-        assert source.origin is not None
-        load_checkpoint_weights(module, source.origin, "optimizer", "start from that run's model/")
+        origin = source.origin
+        assert origin is not None
+        assert origin.step is not None
+        masters = CheckpointFolder(origin.checkpoints).tensors(origin.step, "optimizer/masters")
+        kind = type(described.module)
+        module = build(kind, described.config, masters, dtype, name, is_whole=False)
+        load_checkpoint_weights(module, origin, "optimizer", "start from that run's model/")
         _load_buffers(module, described.folder)
-    elif unfit:
-        raise do_not_fit(name, unfit)
+    else:
+        module = described.load(dtype, name)
     if described.generation is not None and module.can_generate():
         module.generation_config = described.generation
     module.name_or_path = module.config.name_or_path = str(described.folder)
@@ -136,27 +141,28 @@ def load_adapted_checkpoint(
     return loaded, adapter
 
 
-def describe_model(folder: Path, name: str, *, has_weights: bool = True) -> Description:
+def describe_model(folder: Path, name: str, family: Family = CAUSAL, *, has_weights: bool = True) -> Description:
     """Read and check a model without its weights; of the weights only the headers of their files.
 
     Args:
         name: the model's name in messages.
+        family: models of this kind are expected.
         has_weights: False for the architecture of a run, whose weights are in its checkpoints.
 
     Raises:
         ConfigError: for the first fault.
     """
-    check_config(read_model_config(folder / MODEL_CONFIG_FILE), name)
+    check_config(read_model_config(folder / MODEL_CONFIG_FILE), name, family)
     check_tokenizer_files(folder, name)
     weights = read_weight_files(folder, name) if has_weights else None
-    config = read_config(folder, name)
-    module = skeleton(config, name)
+    config = read_part(AutoConfig, folder, name)
+    module = skeleton(config, name, family)
     if weights is not None:
         _check_count(module, weights, name)
-    tokenizer = read_tokenizer(folder, name)
+    tokenizer = read_part(AutoTokenizer, folder, name)
     check_tokenizer(tokenizer, module, name)
     has_file = (folder / GENERATION_FILE).is_file()
-    generation = read_generation_config(folder, name) if has_file else None
+    generation = read_part(GenerationConfig, folder, name) if has_file else None
     return Description(folder, config, module, tokenizer, generation, weights)
 
 
@@ -184,7 +190,7 @@ def find_skeleton(name: str) -> PreTrainedModel | None:
     Raises:
         ConfigError: for a fault of its config or tokenizer.
     """
-    folder = _local_folder(locate_model(resolve_checkpoint(name)))
+    folder = _local_folder(name)
     return None if folder is None else describe_model(folder, name, has_weights=False).module
 
 
@@ -193,14 +199,16 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
     case `load_model` raises the error.
     """
     try:
-        folder = _local_folder(locate_model(resolve_checkpoint(name)))
-        return None if folder is None else (Chat(read_tokenizer(folder, name), frozenset()), read_config(folder, name))
+        if (folder := _local_folder(name)) is None:
+            return None
+        return Chat(read_part(AutoTokenizer, folder, name), frozenset()), read_part(AutoConfig, folder, name)
     except ConfigError:
         return None
 
 
-def _local_folder(source: ModelSource) -> Path | None:
+def _local_folder(name: str) -> Path | None:
     """The folder with a model's config and tokenizer; None for a hub's model that is not on this machine."""
+    source = locate_model(resolve_checkpoint(name))
     return cached_folder(source.name) if source.kind is ModelKind.HUB else model_folder(source)
 
 
@@ -272,18 +280,6 @@ def align(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.data_ptr() % CACHE_LINE:
             parameter.data = parameter.data.clone()
-
-
-@contextmanager
-def _weights(source: ModelSource, described: Description) -> Iterator[dict[str, Any]]:
-    """The tensors of a model by name."""
-    if described.weights is None:
-        assert source.origin is not None
-        assert source.origin.step is not None
-        yield dict(CheckpointFolder(source.origin.checkpoints).tensors(source.origin.step, "optimizer/masters"))
-    else:
-        with described.weights.open() as tensors:
-            yield tensors
 
 
 def _check_count(module: nn.Module, weights: WeightFiles, name: str) -> None:
@@ -368,7 +364,7 @@ def wrap_model(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
         if not module.name_or_path:
             raise ConfigError("the model does not say where its tokenizer is: give tokenizer=...")
         try:
-            tokenizer = read_tokenizer(Path(find_model(module.name_or_path)), name)
+            tokenizer = read_part(AutoTokenizer, Path(find_model(module.name_or_path)), name)
         except ConfigError as error:
             raise ConfigError(f"the model's tokenizer is not found ({error}): give tokenizer=...") from error
     check_tokenizer(tokenizer, module, name)

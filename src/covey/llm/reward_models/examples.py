@@ -1,4 +1,5 @@
-"""Encoded training examples, and the objectives that turn the scores of their rows into losses.
+"""Examples as token ids, with the tokens at which a reward model's scores are read, and the objectives that turn these
+scores into losses.
 
 Shapes: N reads of the examples' rows, M terms of the loss (pairs, completions or steps).
 """
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.fields import plural
-from covey.config.sft import RewardModelKind
+from covey.config.sft import DEFAULT_SEPARATOR, RewardModelKind
 from covey.core.reward_model_losses import bradley_terry, cross_entropy, squared_error
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.data.rows import Options, encode_fitting
+from covey.llm.model.chat import Chat, Message
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class EncodedExample:
     rows: tuple[ScoredRow, ...]
 
     @property
-    def longest(self) -> int:
+    def tokens(self) -> int:
         """Number of tokens of the longest sequence."""
         return max(len(row.tokens) for row in self.rows)
 
@@ -67,40 +68,28 @@ class PairObjective:
 
 
 @dataclass(frozen=True)
-class GradeObjective:
-    """Grades of completions: `cross_entropy` if they are probabilities, else `squared_error`."""
+class LabelObjective:
+    """Grades of completions, or labels of steps over the steps of all examples: `cross_entropy` if they are
+    probabilities, else `squared_error`.
+    """
 
-    are_probabilities: bool
+    are_probabilities: bool = True
 
-    def losses(self, logit_N: Tensor, examples: Sequence[Graded]) -> Tensor:
+    def losses(self, logit_N: Tensor, examples: Sequence[Graded | Steps]) -> Tensor:
         loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy if self.are_probabilities else squared_error
-        return loss(logit_N, torch.tensor([example.grade for example in examples]).to(logit_N))
+        return loss(logit_N, labels_of(examples).to(logit_N))
 
-    def right(self, logit_N: Tensor, examples: Sequence[Graded]) -> Tensor | None:
+    def right(self, logit_N: Tensor, examples: Sequence[Graded | Steps]) -> Tensor | None:
         if not self.are_probabilities:
             return None
-        return (logit_N > 0) == (torch.tensor([example.grade for example in examples]) > 0.5).to(logit_N.device)
-
-    def terms(self, example: Graded) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
-class StepObjective:
-    """Labels of steps: `cross_entropy`, averaged over the steps of all examples."""
-
-    def losses(self, logit_N: Tensor, examples: Sequence[Steps]) -> Tensor:
-        return cross_entropy(logit_N, labels_of(examples).to(logit_N))
-
-    def right(self, logit_N: Tensor, examples: Sequence[Steps]) -> Tensor:
         return (logit_N > 0) == (labels_of(examples) > 0.5).to(logit_N.device)
 
-    def terms(self, example: Steps) -> int:
+    def terms(self, example: Graded | Steps) -> int:
         return len(example.labels)
 
 
-def labels_of(examples: Sequence[Steps]) -> Tensor:
-    """label_M of all steps."""
+def labels_of(examples: Sequence[Graded | Steps]) -> Tensor:
+    """label_M of all completions or steps."""
     return torch.tensor([label for example in examples for label in example.labels])
 
 
@@ -122,7 +111,7 @@ def choose_objective(examples: Sequence[Example], grade_loss: str = "auto", cent
     if isinstance(first, Pair):
         return PairObjective(center)
     if isinstance(first, Steps):
-        return StepObjective()
+        return LabelObjective()
     grades = [example for example in examples if isinstance(example, Graded)]
     if grade_loss == "cross_entropy":
         outside = [example for example in grades if not 0 <= example.grade <= 1]
@@ -131,9 +120,9 @@ def choose_objective(examples: Sequence[Example], grade_loss: str = "auto", cent
                 f"{outside[0].place}: the grade is {outside[0].grade:g}, and cross_entropy needs 0 to 1: set "
                 "grade_loss to squared_error, or scale the grades"
             )
-        return GradeObjective(are_probabilities=True)
+        return LabelObjective(are_probabilities=True)
     binary = all(example.grade in (0, 1) for example in grades)
-    return GradeObjective(are_probabilities=grade_loss == "auto" and binary)
+    return LabelObjective(are_probabilities=grade_loss == "auto" and binary)
 
 
 def kind_of_examples(examples: Sequence[Example]) -> RewardModelKind:
@@ -141,58 +130,124 @@ def kind_of_examples(examples: Sequence[Example]) -> RewardModelKind:
     return RewardModelKind.PROCESS if isinstance(examples[0], Steps) else RewardModelKind.OUTCOME
 
 
+REWARD_OPTIONS = Options("--max-tokens", "set --long-examples drop to leave such lines out")
+
+
 def encode_examples(
     examples: Sequence[Example], encoder: RewardEncoder, most_tokens: int | None, *, drop: bool = False
-) -> tuple[list[EncodedExample], int]:
-    """Encode examples; returns them and the number of dropped ones.
-
-    Args:
-        most_tokens: longest sequence; None: any length.
-        drop: leave longer examples out; otherwise they are an error.
+) -> list[EncodedExample]:
+    """Encode examples. Examples with more than `most_tokens` tokens (None: any length) are dropped or, without `drop`,
+    refused.
 
     Raises:
-        ConfigError: naming the line of the first example that cannot be encoded or is too long; if all are.
+        ConfigError: naming the line of the first example that cannot be encoded or is refused; if none is left.
     """
-    found = []
-    for example in examples:
-        encoded = encode_example(example, encoder)
-        if most_tokens is None or encoded.longest <= most_tokens:
-            found.append(encoded)
-        elif not drop:
-            raise ConfigError(
-                f"{example.place}: the prompt with its completion has {encoded.longest:,} tokens, more than "
-                f"{most_tokens:,} (max_tokens, or the model's limit): set --long-examples drop to leave such lines out"
-            )
-    if not found:
-        raise ConfigError(
-            f"all of {plural(len(examples), 'example')} are longer than {most_tokens:,} tokens: raise --max-tokens, or "
-            "choose a model that reads more"
-        )
-    return found, len(examples) - len(found)
+    return encode_fitting(
+        examples, lambda one: encode_example(one, encoder), most_tokens, drop=drop, options=REWARD_OPTIONS
+    )
 
 
 def encode_example(example: Example, encoder: RewardEncoder) -> EncodedExample:
-    """Encode an example.
+    """Encode an example. Sequences of equal prompts share their common prefix, and so do both texts of a pair without
+    one.
 
     Raises:
-        ConfigError: naming its line, if it cannot be encoded.
+        ConfigError: if it cannot be encoded.
     """
-    try:
-        return EncodedExample(example, _rows(example, encoder))
-    except ConfigError as error:
-        raise ConfigError(f"{example.place}: {error}") from error
-
-
-def _rows(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
-    """The sequences. Those of equal prompts share their common prefix, and so do both texts of a pair without one."""
-    return tuple(replace(row, group=example.content) for row in _encoded(example, encoder))
-
-
-def _encoded(example: Example, encoder: RewardEncoder) -> tuple[ScoredRow, ...]:
     score = partial(encoder.outcome, example.prompt)
     if isinstance(example, Pair):
-        return score(example.chosen), score(example.rejected)
-    if isinstance(example, Steps):
-        return (encoder.process(example.prompt, example.steps),)
-    assert isinstance(example, Graded)
-    return (score(example.completion),)
+        rows = [score(example.chosen), score(example.rejected)]
+    elif isinstance(example, Steps):
+        rows = [encoder.process(example.prompt, example.steps)]
+    else:
+        assert isinstance(example, Graded)
+        rows = [score(example.completion)]
+    return EncodedExample(example, tuple(replace(row, group=example.content) for row in rows))
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """One sequence for a reward model."""
+
+    tokens: tuple[int, ...]
+    reads: tuple[int, ...]  # positions of the tokens whose scores are read, ascending
+    group: Any = None  # rows with an equal group, such as their prompt, share their common prefix
+
+
+@dataclass(frozen=True)
+class RewardEncoder:
+    """Encodes prompts with completions for one reward model.
+
+    A whole chat is encoded by the model's chat template. A string prompt is followed by the completion and the
+    tokenizer's end token, as in TRL.
+    """
+
+    chat: Chat
+    pad_id: int | None  # of the model's config: transformers reads the score at the last token that is another one
+    separator: str = DEFAULT_SEPARATOR  # after each step
+    reads_end: bool = False  # the score of a completion's last step is read at an end token after it
+
+    def outcome(self, prompt: str | Sequence[Message], completion: str | Sequence[Message]) -> ScoredRow:
+        """The sequence of a prompt and a completion, whose score is read at its last token that is not padding.
+
+        Raises:
+            ConfigError: if there is no token, or the chat template cannot render the messages.
+        """
+        if isinstance(prompt, str):
+            assert isinstance(completion, str)
+            tokens = self._begin(prompt) + self.chat.encode_text(completion) + self._end()
+        else:
+            tokens = self.chat.encode_whole([*prompt, *_as_messages(completion)])
+        last = max((place for place, token in enumerate(tokens) if token != self.pad_id), default=-1)
+        if last < 0:
+            raise ConfigError("a prompt with its completion has no token: give texts that are not empty")
+        return ScoredRow(tokens, (last,), _group(prompt))
+
+    def process(self, prompt: str | Sequence[Message], steps: Sequence[str]) -> ScoredRow:
+        """The sequence of a prompt and the steps of a completion, whose scores are read at the last token of each.
+
+        White space around a step is removed and the separator put after it. So a step has the same tokens wherever the
+        text of a completion is cut, and the scores of its steps do not depend on what follows. With `reads_end`, the
+        score of the last step is read at the tokenizer's end token, which follows it, so that it depends on whether
+        the completion ends there: otherwise a policy that stops after a right first step would have the best scores.
+
+        Raises:
+            ConfigError: if the prompt cannot be encoded, or a step has no token.
+        """
+        tokens = list(self._begin(prompt))
+        reads = []
+        for step in steps:
+            added = self.chat.encode_text(step.strip()) + self.chat.encode_text(self.separator)
+            if not added:
+                raise ConfigError(
+                    f"a step has no token, because it is empty and the tokenizer makes none of {self.separator!r}: "
+                    "leave empty steps out, or choose another --step-separator"
+                )
+            tokens += added
+            reads.append(len(tokens) - 1)
+        if self.reads_end and steps:
+            tokens += self._end()
+            reads[-1] = len(tokens) - 1
+        return ScoredRow(tuple(tokens), tuple(reads), _group(prompt))
+
+    def _begin(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        if prompt == "":
+            first = self.chat.tokenizer.bos_token_id
+            return () if first is None else (int(first),)
+        return self.chat.encode(prompt)
+
+    def _end(self) -> tuple[int, ...]:
+        tokenizer = self.chat.tokenizer
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        return () if end is None else (int(end),)
+
+
+def _as_messages(completion: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+
+
+def _group(prompt: str | Sequence[Message]) -> Any:
+    """A hashable key that is equal for equal prompts."""
+    if isinstance(prompt, str):
+        return prompt
+    return tuple(tuple(sorted(message.items())) for message in prompt)

@@ -16,19 +16,17 @@ from typing import Any, Protocol
 import torch
 
 from covey.config import ConfigError, IterationConfig
-from covey.config.sft import RewardModelConfig, RewardModelKind
+from covey.config.sft import RewardModelConfig
 from covey.data import Group, RewardModelUpdater, StepRecord
 from covey.llm.data.reward_examples import Example
-from covey.llm.reward_models.evaluation import evaluate, rank_agreement
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
 from covey.llm.reward_models.model import RewardModel, ScoreScale
-from covey.llm.reward_models.training import Metrics, RewardModelTrainer, train_epochs
+from covey.llm.reward_models.training import Metrics, RewardModelTrainer, evaluate, rank_agreement, train_epochs
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.runtime.rng import REPLAYING, batches_per_epoch, permutation
 
 MOST_HISTORY = 50_000  # examples of earlier iterations, the newest ones
-SCALE_COMPLETIONS = 2000  # sequences of the training from which the mean and deviation of scores are measured
 
 Record = dict[str, Any]
 
@@ -191,8 +189,7 @@ class IteratedRewardModel(RewardModelUpdater):
         """Record a training, and begin the next iteration."""
         assert self._training is not None
         model, losses = self._model, self._training.losses
-        if model.kind is RewardModelKind.OUTCOME and examples:
-            model.measure_scale([row for one in examples for row in one.rows][:SCALE_COMPLETIONS])
+        model.measure_scale([row for one in examples for row in one.rows])
         self.iterations += 1
         record: Record = {
             "iteration": self.iterations,
@@ -235,6 +232,6 @@ def _encoded(model: RewardModel, examples: Sequence[Example]) -> list[EncodedExa
     for example in examples:
         with suppress(ConfigError):
             encoded = encode_example(example, model.encoder)
-            if model.longest is None or encoded.longest <= model.longest:
+            if model.longest is None or encoded.tokens <= model.longest:
                 found.append(encoded)
     return found

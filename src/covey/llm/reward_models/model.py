@@ -24,8 +24,9 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import common_prefix_length
-from covey.llm.reward_models.encoding import RewardEncoder, ScoredRow
+from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
 
+SCALE_COMPLETIONS = 2000
 SCORING_TOKENS = 8192  # tokens of a forward pass without gradients
 
 
@@ -119,9 +120,11 @@ class RewardModel:
         (folder / REWARD_MODEL_FILE).write_text(json.dumps(asdict(self.scale), indent=2) + "\n", encoding="utf-8")
 
     def measure_scale(self, rows: Sequence[ScoredRow]) -> None:
-        """Set the scale from the scores of the training completions."""
+        """Set the scale of an outcome model from the scores of the first `SCALE_COMPLETIONS` training completions."""
+        if self.kind is not RewardModelKind.OUTCOME or not rows:
+            return
         moments = RunningMoments()
-        for score_N in self.scores(rows):
+        for score_N in self.scores(rows[:SCALE_COMPLETIONS]):
             moments.add(score_N.tolist())
         self.scale = replace(self.scale, mean=moments.mean, deviation=moments.deviation, count=moments.count)
 

@@ -13,7 +13,7 @@ from covey.config import ConfigError, RewardConfig
 from covey.config.sft import RewardModelKind
 from covey.core.reward_model_losses import aggregate, step_differences
 from covey.llm.model.files import reading
-from covey.llm.reward_models.encoding import ScoredRow
+from covey.llm.reward_models.examples import ScoredRow
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.rewards.reward_call import Results

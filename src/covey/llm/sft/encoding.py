@@ -20,8 +20,9 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.styles import GivenTurns
 from covey.llm.conversation.tools import Tool
+from covey.llm.data.rows import Options
 from covey.llm.data.sft_examples import Example, Messages
-from covey.llm.model.architecture import longest_row
+from covey.llm.model.architecture import longest_row, shortest
 from covey.llm.model.chat import Chat
 from covey.llm.sampler import GivenPrompt
 from covey.tracking.run_store import encode
@@ -67,14 +68,8 @@ class ExampleEncoder:
         """The tokens of an example.
 
         Raises:
-            ConfigError: with its place, if the chat template cannot encode it, or a rollout would not read it so.
+            ConfigError: if the chat template cannot encode it, or a rollout would not read it so.
         """
-        try:
-            return self._encode(example)
-        except ConfigError as error:
-            raise ConfigError(f"{example.place}: {error}") from None
-
-    def _encode(self, example: Example) -> EncodedExample:
         prompt, completion = example.prompt, example.completion
         if isinstance(prompt, str) and self.tools is None:
             actions = self._with_end(self.chat.encode_text(str(completion)))
@@ -95,33 +90,12 @@ def _messages(given: str | Messages, role: str) -> Messages:
     return ({"role": role, "content": given},) if isinstance(given, str) else given
 
 
+SFT_OPTIONS = Options("sft.max_tokens", 'set sft.long_examples = "drop"')
+
+
 def longest_example(model_config: Any, max_tokens: int) -> int | None:
     """The longest prompt with its completion, in tokens; `max_tokens` 0: the model's limit. None: there is no limit."""
-    limits = (max_tokens or None, longest_row(model_config))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def encode_examples(
-    examples: Sequence[Example], encoder: ExampleEncoder, longest: int | None, *, drop: bool
-) -> list[EncodedExample]:
-    """The tokens of examples. Those longer than `longest` are dropped or, without `drop`, refused.
-
-    Raises:
-        ConfigError: for the first example that is refused or cannot be encoded; if none is left.
-    """
-    found = []
-    for example in examples:
-        encoded = encoder.encode(example)
-        if longest is None or encoded.tokens <= longest:
-            found.append(encoded)
-        elif not drop:
-            raise ConfigError(
-                f"{example.place}: prompt and completion have {encoded.tokens:,} tokens, and at most {longest:,} are "
-                'trained: shorten it, raise sft.max_tokens up to the model\'s limit, or set sft.long_examples = "drop"'
-            )
-    if examples and not found:
-        raise ConfigError(f"every example has more than {longest:,} tokens: shorten them, or raise sft.max_tokens")
-    return found
+    return shortest(max_tokens or None, longest_row(model_config))
 
 
 def batch_of(examples: Sequence[EncodedExample]) -> Batch:
@@ -143,6 +117,11 @@ class Sample:
     place: str  # for messages
     example: EncodedExample
     record: Mapping[str, Any]  # its line in examples.jsonl, without `held_out`
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of prompt and completion."""
+        return self.example.tokens
 
     @property
     def content(self) -> str:

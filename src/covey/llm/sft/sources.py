@@ -10,7 +10,8 @@ from covey.config.sft import is_function
 from covey.llm.conversation.environments.calculator import Calculator
 from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import call_tool, describe_tools
-from covey.llm.data.sft_examples import Examples, check_rows, read_rows, split_examples
+from covey.llm.data.rows import Split
+from covey.llm.data.sft_examples import Example, check_rows, read_rows, split_examples
 from covey.llm.sft.function_rows import read_function
 from covey.llm.tasks.arithmetic import Arithmetic
 
@@ -58,7 +59,7 @@ def calculator_examples(count: int = 200, seed: int = 0, task: Arithmetic | None
 GENERATED: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {"calculator": calculator_examples}
 
 
-def read_source(config: RunConfig) -> Examples:
+def read_source(config: RunConfig) -> Split[Example]:
     """The training and the held-out examples of a config.
 
     Raises:

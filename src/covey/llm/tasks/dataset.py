@@ -11,7 +11,7 @@ from covey.config import ConfigError, DatasetConfig, RewardConfig
 from covey.config.fields import plural
 from covey.data import Start
 from covey.llm.data.arrow import rows_as_written
-from covey.llm.data.rows import Data, Row, prompt_hash, read_data, row_of, split, stable_hash
+from covey.llm.data.rows import ONE_PROMPT, Row, Split, hold_out, prompt_hash, read_data, row_of, stable_hash
 from covey.llm.tasks.generated import checked
 from covey.llm.tasks.prompt_limit import PromptLimit
 
@@ -42,7 +42,7 @@ class PromptDataset:
         config.check()
         self._take(read_data(config))
 
-    def _take(self, data: Data) -> None:
+    def _take(self, data: Split[Row]) -> None:
         self._training, self._held_out, self._overlap = data.training, data.held_out, data.overlap
         self._too_long = 0
 
@@ -135,7 +135,7 @@ class Rows(PromptDataset):
             taken.append(row_of(place, record))
         if not taken:
             raise ConfigError("task is empty: give at least two prompts")
-        self._take(split(taken, self.config))
+        self._take(hold_out(taken, self.config.held_out_fraction, one_prompt=ONE_PROMPT.format(path=self.config.path)))
 
 
 @lru_cache(maxsize=4)

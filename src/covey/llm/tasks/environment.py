@@ -16,7 +16,7 @@ from covey.config import (
 )
 from covey.data import Start
 from covey.llm.conversation.environments import guess_number, maze
-from covey.llm.data.rows import Data, Row, row_of, split, stable_hash
+from covey.llm.data.rows import ONE_PROMPT, hold_out, row_of, stable_hash, without_held_out
 from covey.llm.tasks.dataset import PromptDataset
 from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
@@ -83,15 +83,10 @@ class EnvironmentRows(PromptDataset):
         )
         own = f"{source}, held-out rows" if held_out else ""
         self.config = DatasetConfig(source, held_out_path=own, held_out_fraction=config.held_out_fraction)
-        self._take(_without(training, held_out) if held_out else split(training, self.config))
-        if not self._training:
-            raise ConfigError(f"{source} has no prompt for training that is not held out")
-
-
-def _without(training: list[Row], held_out: list[Row]) -> Data:
-    known = {row.content for row in held_out}
-    kept = [row for row in training if row.content not in known]
-    return Data(kept, held_out, overlap=len(training) - len(kept))
+        if held_out:
+            self._take(without_held_out(training, held_out, paths=(source, own), drop=True))
+        else:
+            self._take(hold_out(training, config.held_out_fraction, one_prompt=ONE_PROMPT.format(path=source)))
 
 
 class GuessNumberTask(GeneratedTask[GuessNumberConfig]):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.config import (
     ClusterConfig,
@@ -16,42 +15,23 @@ from covey.config import (
     SamplingConfig,
     UpdateConfig,
 )
-from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
+from covey.data import Batch, Team
 from covey.experiment.plan import must_shard
-from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
-from covey.llm.memory.rank_memory import (
+from covey.llm.policy import LanguagePolicy
+from covey.runtime.distributed import GradientTree
+from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
+from covey.train.gather import shard_rows
+from covey_cluster.rank_memory import (
     predict_sharded,
     rollout_bytes,
     units_of,
     without_sampling,
 )
-from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import GradientTree
-from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
-from covey.train.gather import shard_rows
+from helpers.memory_models import SMOLLM2, batch_of, sized_model
 
-FIELDS = {
-    "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 200, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-SMOLLM2 = read_dimensions(SMOLLM2_135M)
 CONFIG = RunConfig(precision="bf16", device="cuda")
 EXACT = {"ranks": 4, "width": 2, "device": "cuda", "is_exact": True}
-
-
-def tiny(*, tied: bool) -> tuple[torch.nn.Module, Dimensions]:
-    config = AutoConfig.for_model("llama", **FIELDS, tie_word_embeddings=tied)
-    return AutoModelForCausalLM.from_config(config), read_dimensions(config.to_dict())
-
-
-def batch_of(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int) -> Batch:
-    def rollout(prompt: int, number: int) -> Rollout:
-        context = [(7 * prompt + 3 * j) % 500 for j in range(prompt_tokens)]
-        actions = [(5 * number + j) % 500 for j in range(new_tokens)]
-        return Rollout(context, actions, [0.0] * new_tokens, EndReason.LENGTH, reward=0.0)
-
-    return collate([Group(Start(i, ""), [rollout(i, j) for j in range(group_size)]) for i in range(prompts)])
 
 
 def run_of(prompts: int, group_size: int, new_tokens: int, microbatch_tokens: int, shards: int = 0) -> RunConfig:
@@ -63,9 +43,9 @@ def run_of(prompts: int, group_size: int, new_tokens: int, microbatch_tokens: in
     )
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_units_are_those_of_the_model(tied: bool) -> None:
-    model, size = tiny(tied=tied)
+@pytest.mark.parametrize("kind", ["llama", "llama untied"])
+def test_the_units_are_those_of_the_model(kind: str) -> None:
+    model, size = sized_model(kind)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     assert units_of(size) == (layer, sum(parameter.numel() for parameter in model.parameters()) - 3 * layer)
 
@@ -105,7 +85,7 @@ def test_an_optimizer_holds_as_many_copies(shards: int) -> None:
 @pytest.mark.parametrize(("shards", "ranks"), [(0, 1), (2, 1), (2, 2), (4, 2), (0, 4)])
 def test_microbatches_are_those_of_the_largest_shard(shards: int, ranks: int) -> None:
     prompts, group_size, prompt_tokens, new_tokens = 7, 4, 19, 10
-    model, _ = tiny(tied=True)
+    model, _ = sized_model("llama")
     policy = LanguagePolicy(model, microbatch_tokens=64)
     batch = batch_of(prompts, group_size, prompt_tokens, new_tokens)
     pieces = [
