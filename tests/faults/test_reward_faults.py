@@ -11,10 +11,11 @@ import time
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.runner import InProcess
 from covey.llm.rewards.weighted_reward import WeightedReward
+from helpers.graded import asked as group
+from helpers.graded import rewards_of
 
 # What the completion says is what the function does.
 FUNCTIONS = """
@@ -70,20 +71,9 @@ def grader(tmp_path):
         one.close()
 
 
-def group(*texts, prompt="p", **columns):
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=0, prompt=prompt, columns=columns), rollouts)
-
-
 def step(*bad):
     """Six groups of two; the third has the bad completions."""
     return [group("a", "ok"), group("a", "ok"), group(*bad), *(group("a", "ok") for _ in range(3))]
-
-
-def rewards_of(groups):
-    return [[rollout.reward for rollout in one.rollouts] for one in groups]
 
 
 GOOD_GROUP = [1.0, 2.0]

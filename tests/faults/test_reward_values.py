@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from covey.config import ConfigError, RewardConfig
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import Group
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardPool
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -23,6 +23,8 @@ from covey.tracking.metrics import find
 from covey.tracking.run_store import rollout_record
 from covey.train.collect import _joined
 from covey.train.metrics import describe
+from helpers.graded import asked as group
+from helpers.graded import rewards_of
 from helpers.run_helpers import is_running
 from helpers.step_records import UNKNOWN
 
@@ -75,17 +77,6 @@ def graded(request, tmp_path, monkeypatch):
     yield grade
     for grader in graders:
         grader.close()
-
-
-def group(*texts, index=0, prompt="p", **columns):
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=index, prompt=prompt, columns=columns), rollouts)
-
-
-def rewards_of(groups):
-    return [[rollout.reward for rollout in one.rollouts] for one in groups]
 
 
 @pytest.mark.sampled(12)

@@ -11,27 +11,15 @@ from covey.llm.rewards.numbers import plain_verdicts
 @pytest.mark.parametrize(
     ("completion", "answer", "verdict"),
     [
-        ("57", "57", 1),
-        ("\\boxed{57}", "57.0", 1),
         ("so \\boxed{0.5}", "\\frac{1}{2}", 1),
         ("<answer>3/6</answer>", "0.5", 1),
         ("2 + 2 = 4\n#### 4", "4", 1),
-        ("4", "2 + 2 = <<2+2=4>>4\n#### 4", 1),
-        ("\\boxed{4}", "so it is \\boxed{4}", 1),
-        ("I think the answer is 57.", "57", 1),
         ("The answer is **57**", "57", 1),
-        ("The answer is: $57$.", "57", 1),
-        ("\\boxed{58}", "57", 0),
         ("\\boxed{57} or #### 58", "57", 1),  # the box goes first
-        ("\\boxed{0.51}", "\\frac{1}{2}", 0),
         ("\\boxed{0.333333}", "\\frac{1}{3}", None),  # equal after rounding: for math-verify to decide
-        ("\\boxed{0.333}", "\\frac{1}{3}", 0),
-        ("47 + 10 = 57", "57", 1),
         ("The answer is 57 apples", "57", 1),
         ("The answer is 3x", "3", 0),
         ("The answer is 57. Or 58.", "57", 0),
-        ("\\boxed{57x}", "57", 0),
-        ("\\boxed{x}", "57", 0),
         ("\\boxed{50 + 7}", "57", None),  # math-verify computes
         ("\\boxed{\\sqrt{9}}", "3", None),
         ("57", "x", None),

@@ -1,4 +1,4 @@
-"""Reading the number that a text states as its answer."""
+"""Reading the number that a text states as its answer: forms that the table of `test_answers.py` does not have."""
 
 import time
 from fractions import Fraction
@@ -14,81 +14,33 @@ from covey.llm.rewards.rules import solves_countdown
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("57", 57),
-        ("47 + 10 = 57", 57),
-        ("It is 57.", 57),
-        ("-57", -57),
-        ("−57", -57),  # Unicode minus
-        ("x=-5", -5),
-        ("47-38", None),  # a difference: nothing is computed
         ("(3)-4", None),
         ("-3-4", None),
         ("5-", None),
-        ("1,234", 1234),
-        ("1,234,567.5", Fraction(2469135, 2)),
-        ("1,2,34", None),  # a list
-        ("12,34", Fraction(617, 50)),
-        ("1{,}000", 1000),
-        ("0.1", Fraction(1, 10)),
-        (".5", Fraction(1, 2)),
-        ("007", 7),
-        ("3/4", Fraction(3, 4)),
-        ("\\frac{3}{4}", Fraction(3, 4)),
-        ("5/0", None),
-        ("$5.00", 5),
         ("-$5", -5),
         ("$-5$", -5),
         ("20 - $5", None),
-        ("1.5e3", 1500),
-        ("2 eggs", 2),
-        ("50%", 50),
-        ("x2", None),  # a name, not a number
-        ("答案是5", 5),
         ("", None),
-        ("no number", None),
-        # fractions with signs, mixed numbers
-        ("-\\frac{1}{2}", Fraction(-1, 2)),
-        ("\\frac{-1}{2}", Fraction(-1, 2)),
         ("3-\\frac{1}{2}", None),
         ("x\\frac{1}{2}", None),
-        ("\\tfrac12", Fraction(1, 2)),
-        ("2\\frac{1}{2}", Fraction(5, 2)),
-        ("-2 1/2", Fraction(-5, 2)),
-        ("2 3/2", None),  # two numbers
         ("1,234 1/2", None),
-        # powers and roots
-        ("1.5 \\times 10^{3}", 1500),
         ("1.5×10⁻³", Fraction(3, 2000)),
         ("2*10**3 m", 2000),
         ("1.5e−3", Fraction(3, 2000)),
         ("1e400", None),
-        ("2^5", None),
-        ("2**5", None),
         ("(-2)^3", None),
         ("10⁵", 100_000),
-        ("2\\sqrt{3}", None),
         ("\\sqrt[3]{8} = 2", 2),
-        ("2^5 = 32", 32),
-        ("**57**", 57),
-        ("x^2 = 16", None),
-        ("5 cm^2", 5),
-        ("5 m²", 5),
         ("\\boxed{5\\text{ cm}^{2}}", 5),
-        ("\\boxed{\\text{5 apples}}", 5),
         ("5\\text{ and }-3", None),
-        # other scripts
         ("‑５７", -57),
-        ("٥٧", 57),
         ("1\u202f234\u00a0567", 1234567),
         ("12\u00a034", None),
         ("9" * 5000, None),  # int() itself refuses this one
-        # what is marked as the answer goes first
         ("\\boxed{5} and 6", 5),
         ("\\boxed{4} \\boxed{5}", 5),
-        ("\\boxed{\\frac{1}{2}}", Fraction(1, 2)),
         ("\\boxed{5\\text{ m in 2 s}} 7", None),
         ("\\boxed{x = 5} 7", 5),
-        ("\\boxed{5", 5),
         ("\\boxed{none} 6", None),
         ("<answer> 5 </answer> 6", 5),
         ("#### 1,200\nthat is 3", 1200),
@@ -101,7 +53,6 @@ from covey.llm.rewards.rules import solves_countdown
         ("The answer is 4. No: the answer is 5! 6", 5),
         ("The answer is 47 + 10 = 57", 57),  # not 47
         ("The answer is 120 + 3", None),  # not 3, 12 or 120
-        ("The answer is\n\\[ 15 \\]", 15),
     ],
 )
 def test_read_number(text, number):
