@@ -19,9 +19,8 @@ from statistics import median
 
 import torch
 
-from covey.llm.generation.generator import Completion, GenerationRequest, GenerationSettings, RandomKey
+from covey.llm.generation.generator import Completion, Continuation, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.turns import Continuation
 from covey.llm.model.gguf import EMBEDDED
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy

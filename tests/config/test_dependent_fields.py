@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig
+from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, ReplayConfig, RunConfig
 from covey.config.fields import check_limits, iter_fields, plain_type
 from covey.config.follow import get
 from covey.config.recipe import PACKAGED_RECIPES, read_recipe
@@ -224,3 +224,10 @@ def test_control_follows_its_groups_and_its_environment() -> None:
     config = read_recipe("cartpole_articles", ["--algorithm", "reinforce_pp"])
     assert isinstance(config, ControlConfig)
     assert (config.loss.credit, config.rollouts.group_size) == ("outcome", 1)
+
+
+def test_a_change_of_the_algorithm_takes_replay_out(tmp_path: Path) -> None:
+    recipe = tmp_path / "replayed.toml"
+    recipe.write_text('[environment]\nid = "CartPole-v1"\n\n[replay]\ngroups = 4\nmax_age = 2\n')
+    assert read_recipe(recipe, ["--algorithm", "rloo", "--epochs", "1"]).replay == ReplayConfig(groups=4, max_age=2)
+    assert read_recipe(recipe, ["--algorithm", "reinforce_pp"]).replay == ReplayConfig()

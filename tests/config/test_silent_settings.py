@@ -15,15 +15,12 @@ from covey.config import (
     ChatConfig,
     ConfigError,
     ConversationConfig,
-    IterationConfig,
-    ProcessConfig,
     ReasoningGymConfig,
     RewardConfig,
     RunConfig,
     SamplingConfig,
 )
 from covey.config.common import Table
-from covey.config.recipe import read_recipe
 from covey.config.rules import validate
 from covey.experiment.llm import LLMBuilder
 from covey.llm.tasks import Arithmetic
@@ -65,27 +62,6 @@ def test_a_run_and_a_task_take_lists() -> None:
         validate(RunConfig(task=ArithmeticConfig(), sampling=SamplingConfig(stop=[1])))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"sampling.group_size must be an integer"):
         validate(RunConfig(task=ArithmeticConfig(), sampling=SamplingConfig(group_size=[2])))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("tables", "reason"),
-    [
-        ("[iteration]\nsteps = 0\n", "iteration.steps must be at least 1"),
-        ('[conversation]\nenvironment = "calculator"\n[process]\nboundary = "line"\n', "which conversations do not"),
-        ('[process]\nboundary = "line"\n', "process.boundary is set, but no reward is paid by step"),
-        (
-            '[[rewards]]\njudge = "http://127.0.0.1:0/v1"\njudge_model = "m"\njudge_prompt = "{completion}"\n',
-            "is not an address .the port is 0",
-        ),
-    ],
-)
-def test_a_table_without_effect_is_refused(tables: str, reason: str, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text(ARITHMETIC + tables)
-    with pytest.raises(ConfigError, match=reason):
-        read_recipe(recipe)
-    assert IterationConfig().steps is None
-    assert ProcessConfig().rule == "line"
 
 
 DEEP = [

@@ -34,7 +34,7 @@ def test_weights_are_measured_once_and_new_ones_again():
     held_out = HeldOut(
         EvaluationConfig(problems=2, token_limits=(3, 5), every=4),
         [Start(i, f"{i}+1", {"topic": i}) for i in range(2)],
-        SimpleNamespace(grade=grade, score_kind="score"),
+        SimpleNamespace(grade=grade, score_kind="score", score_range=None),
         sampler,
         SimpleNamespace(progress=lambda label, total: nullcontext(lambda count: None)),
         SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),

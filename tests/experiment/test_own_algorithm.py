@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from covey.cli.main import main
 from covey.core import schedules
 from covey.core.policy_losses import Surrogate
 from covey.data import Batch
+from covey.experiment import control
 from covey.experiment.algorithm import check_own
+from covey.experiment.job import Experiment
 from covey.llm.tasks import Arithmetic
 from covey.tracking.metrics import is_reproducible
 from covey.tracking.run_overview import overview
+from covey.train.loop import train
 from helpers.tiny_models import tiny_folder
 
 CONTROL = ControlConfig(
@@ -87,11 +91,12 @@ def test_the_run_has_the_name_of_its_algorithm(capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """A run of two steps that was stopped after one."""
-    train = covey.run.__globals__["train"]
+
+    def stopped(*arguments: Any, should_stop: Callable[[], bool]) -> None:
+        train(*arguments, should_stop=lambda: bool(Path("a run/metrics.jsonl").stat().st_size))
+
     with monkeypatch.context() as patch:
-        patch.setattr("covey.experiment.run.train", lambda *arguments, should_stop: train(
-            *arguments, should_stop=lambda: bool(Path("a run/metrics.jsonl").stat().st_size)
-        ))  # fmt: skip
+        patch.setattr(control, "Experiment", partial(Experiment, loop=stopped))
         assert covey.run(replace(CONTROL, run_dir="a run"), algorithm=MINE) is None
     assert "Go on with: import covey; covey.resume('a run', algorithm=algorithm)" in capsys.readouterr().out
     return Path("a run")

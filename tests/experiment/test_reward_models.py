@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from helpers.run_helpers import OF_ITS_OWN, Moment, covey, files
+from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder
 
-STEPS = 12  # of two epochs
-CALLS = 6_000  # of Python functions, about, in two steps with an evaluation and a checkpoint
-MOST_IN_A_CHAIN = 7  # kills of one training
 WORDS = ["--precision", "fp32", "--threads", "1", "--batch-size", "4", "--learning-rate", "1e-3"]
 
 
@@ -93,95 +88,6 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     code, said = covey(*words, cwd=place)
     assert code == 2
     assert f"continue it with covey reward-model train --resume {run_dir}" in said
-
-
-def kill_many_times(data: str, kills: int, place: Path) -> None:
-    """Trainings killed at random moments and resumed, in chains, until there were `kills` kills."""
-
-    def words(run_dir: Path) -> list[object]:
-        return [
-            "reward-model", "train", f"{data}.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS,
-            "--epochs", "2", "--checkpoint-every", "2",
-        ]  # fmt: skip
-
-    whole = place / f"whole-{data}"
-    if not whole.exists():
-        code, said = covey(*words(whole), cwd=place)
-        assert code == 0, said
-    rng, done = random.Random(f"{data} {kills}"), 0
-    while done < kills:
-        run_dir = place / f"killed-{data}-{done}"
-        summary, command = run_dir / "summary.json", words(run_dir)
-        for _ in range(min(rng.randint(1, MOST_IN_A_CHAIN), kills - done)):
-            saved = max([int(path.name[5:]) for path in run_dir.glob("checkpoints/step-*")], default=0)
-            moment = Moment(rng.randint(min(saved + 1, STEPS), STEPS), rng.randrange(CALLS))
-            code, said = covey(*command, cwd=place, moment=moment)
-            assert code in (0, -signal.SIGKILL), said
-            if summary.exists():
-                break
-            assert code != 0
-            done += 1
-            command = ["reward-model", "train", "--resume", run_dir]
-        if not summary.exists():
-            code, said = covey(*command, cwd=place)
-            assert code == 0, said
-        assert_same_training(run_dir, whole)
-        shutil.rmtree(run_dir)
-
-
-def assert_same_training(run_dir: Path, whole: Path) -> None:
-    """The same model, picture and checkpoints, byte for byte, and the same metrics and result."""
-    made, expected = files(run_dir), files(whole)
-    assert expected.keys() == made.keys()
-    assert {"model/model.safetensors", "reliability.png"} <= made.keys()
-    for name in expected.keys() - OF_ITS_OWN:
-        if not name.endswith(("manifest.json", "state.json")):  # with the time of the checkpoint's evaluation
-            assert made[name] == expected[name], name
-    results = [json.loads((folder / "summary.json").read_text()) for folder in (run_dir, whole)]
-    assert (
-        len({json.dumps([one[key] for key in ("held_out", "held_out_loss", "scale", "loss")]) for one in results}) == 1
-    )
-
-    def metrics(folder: Path) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
-
-    assert metrics(run_dir) == metrics(whole)
-    assert len({line["reward_model/loss"] for line in metrics(whole)}) > STEPS // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["pairs", "steps"])
-def test_killed_trainings_end_with_the_same_bits(data: str, place: Path) -> None:
-    kill_many_times(data, 2, place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["pairs", "grades", "steps"])
-def test_trainings_killed_twenty_times_end_with_the_same_bits(data: str, place: Path) -> None:
-    kill_many_times(data, 20, place)
-
-
-@pytest.mark.slow
-def test_changed_data_and_damaged_checkpoints(place: Path) -> None:
-    run_dir = place / "changed"
-    shutil.copy(place / "pairs.jsonl", place / "own.jsonl")
-    words = ["reward-model", "train", "own.jsonl", "--model", "tiny", "--run-dir", run_dir, *WORDS]
-    code, _ = covey(*words, "--checkpoint-every", "2", cwd=place, moment=Moment(5))
-    assert code == -9
-    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    assert newest.name == "step-00000004"
-    tensors = newest / "tensors.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-1])
-    data = (place / "own.jsonl").read_text()
-    (place / "own.jsonl").write_text(data.replace("+", "-"))
-    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
-    assert code == 2
-    assert "own.jsonl has changed since the run began" in said
-    (place / "own.jsonl").write_text(data)
-    code, said = covey("reward-model", "train", "--resume", run_dir, cwd=place)
-    assert code == 0, said
-    assert "resuming after step 2" in said
 
 
 @pytest.mark.slow

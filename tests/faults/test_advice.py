@@ -17,7 +17,7 @@ import covey
 from covey import ArithmeticConfig, ControlConfig, EnvironmentConfig, RolloutsConfig, RunConfig, UpdateConfig
 from covey.cli.main import main
 from covey.config.recipe import config_from_dict, read_tables
-from covey.experiment import advice
+from covey.experiment import advice, llm
 from covey.experiment.advice import ADVICE, Finished, Launch, after_training, read_launch
 from covey.llm.tasks import Arithmetic
 from helpers.run_helpers import write_recipe
@@ -387,7 +387,7 @@ def test_advice_after_ctrl_c(
 ) -> None:
     """Stopped after a step it goes on from there; stopped before one it begins again, in the folder that was named."""
     taken: list[int] = []
-    step = covey.run.__globals__["train"]
+    step = llm.train
 
     def interrupted(*arguments: Any, should_stop: Callable[[], bool]) -> None:
         if not taken:
@@ -397,7 +397,7 @@ def test_advice_after_ctrl_c(
             return step(*arguments, should_stop=lambda: (begun and bool(metrics.stat().st_size)) or should_stop())
         return step(*arguments, should_stop=should_stop)
 
-    monkeypatch.setattr("covey.experiment.run.train", interrupted)
+    monkeypatch.setattr(llm, "train", interrupted)
     run_dir = Path(f"stopped {python} {begun}")
     metrics = run_dir / "metrics.jsonl"
     names: dict[str, Any] = {"task": Arithmetic(digits=(1,)), "longest": longest}

@@ -175,7 +175,7 @@ def holding_a_lock() -> type:
         (Conversation(guessing.Guess, turns=0), "conversation.turns must be at least 1"),
         (Conversation(guessing.Guess, total_tokens=4), "is above conversation.total_tokens (4)"),
         (Conversation(guessing.Guess, options=("x",)), "conversation.options has 'x'"),
-        (Conversation(guessing.Guess, options=("size = 3",)), "there is no option 'size'"),
+        (Conversation(guessing.Guess, options=("size = 3",)), "got an unexpected keyword argument 'size'"),
         (Conversation("calculatr"), "did you mean 'calculator'?"),
     ],
 )  # fmt: skip

@@ -7,20 +7,20 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from covey.config.recipe import write_config
-from helpers import toy_envs
+from helpers import guessing, toy_envs
 from helpers.cases import slow_unless
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import WAYS, write_iterative_recipes
-from helpers.kills import Kills, anywhere
+from helpers.kills import Draw, Kills, anywhere, inside
 from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
-from helpers.tiny_models import tiny_folder
+from helpers.tiny_models import calling_folder, tiny_folder
 
 STEPS = 8
 PROMPTS = 80
@@ -43,6 +43,33 @@ CONTROL = {
     "checkpoint": {"every": 2},
 }
 FRAGMENTS = {"kind": "fragments", "environments": 4, "fragment_steps": 40, "reward_scaling": "running_std"}
+CONVERSATION = """
+[conversation]
+environment = "{environment}"
+turns = 3
+total_tokens = 60
+"""
+EXAMPLES = """
+model = "model"
+precision = "fp32"
+threads = 1
+[sft]
+data = "sums.jsonl"
+epochs = 2
+batch_size = 4
+learning_rate = 1e-2
+warmup_steps = 2
+[checkpoint]
+every = 2
+"""
+SAMPLES = (
+    "sft tiny.toml --data samples --count 12 --samples-per-prompt 4 --min-reward 0.2 --keep all --sft.batch-size 1 "
+    "--sft.learning-rate 1e-2"
+)
+REWARD_MODEL = (
+    "reward-model train {data}.jsonl --model model --precision fp32 --threads 1 --batch-size 4 --learning-rate 1e-3 "
+    "--epochs 2 --checkpoint-every 2"
+)
 # Right or wrong, so that some groups are all alike.
 TWO_DIGITS = """
 def two_digits(completions, **columns):
@@ -62,6 +89,20 @@ def rollouts_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
 def learns(run_dir: Path, metrics: Metrics) -> None:
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert len({line["loss"] for line in metrics}) > STEPS // 2, "the run learns something at every step"
+
+
+def learns_from_examples(run_dir: Path, metrics: Metrics) -> None:
+    name = next(name for name in metrics[0] if name.endswith("/loss"))
+    assert len({line[name] for line in metrics}) > len(metrics) // 2
+
+
+def has_examples(run_dir: Path, metrics: Metrics) -> None:
+    assert (run_dir / "examples.jsonl").read_text().count("\n") > STEPS
+
+
+def converses(run_dir: Path, metrics: Metrics) -> None:
+    assert len(metrics) == STEPS
+    assert all("messages" in record for record in rollouts_of(run_dir, STEPS))
 
 
 def trains_a_critic(run_dir: Path, metrics: Metrics) -> None:
@@ -144,8 +185,21 @@ def meets_every_prompt_once(run_dir: Path, metrics: Metrics) -> None:
 class Kind(NamedTuple):
     settings: str | dict[str, Any]  # recipe of a tiny language model with options, or tables of a recipe of CartPole
     shows: Callable[[Path, Metrics], None] = learns
+    draws: Sequence[Draw] = (anywhere, anywhere)
+    command: str = "train"
 
 
+def in_a_short_step(rng: random.Random, step: int) -> Moment:
+    """As `anywhere`, in a training on examples, which calls fewer functions in a step."""
+    return Moment(step, rng.randrange(CALLS_OF_A_STEP // 10))
+
+
+DURING_A_CONVERSATION = (
+    inside("covey.runtime.worker.sessions.Session.ask", 60),
+    inside("covey.runtime.checkpoint.CheckpointFolder.save", 400),
+    inside("covey.train.update.update", 2000),
+    anywhere,
+)
 KINDS = {
     "GRPO": Kind("tiny.toml"),
     "PPO with a critic": Kind(f"{PPO} --trunk own --precision bf16", has_a_trunk_and_a_head),
@@ -169,6 +223,21 @@ KINDS = {
         f"{REFERENCE} --refresh-fraction 0.3 --precision bf16",
         refreshes_the_reference,
     ),
+    "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
+    "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
+    "step, lora": Kind("Guess.toml --rank 2 --precision bf16 --kl-coefficient 0.02", converses, DURING_A_CONVERSATION),
+    "tools, ppo, lora": Kind(
+        "Adder.toml --model calling --algorithm ppo --rank 2 --trunk adapter", converses, DURING_A_CONVERSATION
+    ),
+    "tools": Kind("Adder.toml --model calling", converses, DURING_A_CONVERSATION),
+    "sft": Kind("sft sums.toml", learns_from_examples, command="sft"),
+    "sft on samples": Kind(SAMPLES, has_examples, command="sft"),
+    **{
+        f"reward model of {data}": Kind(
+            REWARD_MODEL.format(data=data), learns_from_examples, (in_a_short_step,) * 2, "reward-model train"
+        )
+        for data in ("pairs", "grades", "steps")
+    },
     "CartPole groups": Kind({"rollouts": {"starts_per_step": 4, "group_size": 4}}),
     "CartPole fragments": Kind(
         {
@@ -221,7 +290,7 @@ KINDS = {
         }
     ),
 }
-MANY = ("GRPO", "PPO with a critic", "CartPole groups", "CartPole fragments")
+MANY = ("GRPO", "PPO with a critic", "CartPole groups", "CartPole fragments", "sft", "reward model of steps")
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +302,40 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "two_digits.py").write_text(TWO_DIGITS)
     text = recipe.read_text().replace('[[rewards]]\nname = "digits"\n', "")
     (place / "two_digits.toml").write_text(text.replace("rewards.py:count_digits", "two_digits.py:two_digits"))
+    calling_folder(place / "calling")
+    for environment in ("Guess", "Adder"):
+        name = f"{Path(guessing.__file__)}:{environment}"
+        own = recipe.read_text().partition("[[rewards]]")
+        rest = own[2].partition("[sampling]")
+        (place / f"{environment}.toml").write_text(
+            own[0] + "[sampling]" + rest[2] + CONVERSATION.format(environment=name)
+        )
+    write_examples(place)
     return place
+
+
+def write_examples(place: Path) -> None:
+    """A recipe and data of `covey sft`, and data of reward models."""
+    (place / "sums.toml").write_text(EXAMPLES)
+    sums = [(a, b) for a in range(1, 6) for b in range(4)]
+    tables = {
+        "sums": [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums],
+        "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums],
+        "grades": [{"prompt": f"{a}+{b}=", "completion": str(a + b + b % 2), "grade": b % 2 == 0} for a, b in sums],
+        "steps": [
+            {"prompt": f"{a}+{b}=", "completions": ["add", str(a + b + b % 2)], "labels": [True, b % 2 == 0]}
+            for a, b in sums
+        ],
+    }
+    for name, rows in tables.items():
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def runs(name: str, place: Path) -> Kills:
     kind = KINDS[name]
     if isinstance(kind.settings, str):
-        return Kills(name, ["train", *kind.settings.split()], STEPS, place)
+        words = kind.settings.split()
+        return Kills(name, words if kind.command != "train" else ["train", *words], STEPS, place, kind.command)
     recipe = place / f"{name}.toml"
     write_config(toy_envs.read(CONTROL, **kind.settings), recipe)
     return Kills(name, ["train", recipe], STEPS, place)
@@ -261,7 +357,7 @@ def test_killed_runs_end_with_the_same_bits(name: str, place: Path) -> None:
     """Anywhere in a step: sampling, updating, writing a checkpoint."""
     made = runs(name, place)
     KINDS[name].shows(made.whole, reproducible_metrics(made.whole))
-    made.kill([anywhere] * 2)
+    made.kill(KINDS[name].draws)
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ import pytest
 
 from covey import CheckpointConfig, RewardConfig, RunConfig, SamplingConfig, UpdateConfig, resume, run
 from covey.config import EvaluationConfig
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import Start
 from covey.llm.grader import build_grader
 from covey.runtime.worker.child import MARK
+from helpers.graded import asked as group
 from helpers.run_helpers import is_running
 from helpers.tiny_models import tiny_folder
 
@@ -120,19 +121,12 @@ MOMENTS = ("first", "between", "last", "later")
 CLEAN = [1.0, 2.0]
 
 
-def group(index, *texts):
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=index, prompt="p", columns={}), rollouts)
-
-
 def grade_a_case(path, case):
     """What is wrong after two steps of six groups, one of them faulty; nothing where all is well."""
     one = build_grader([RewardConfig(function=f"{path}:reward", timeout_seconds=5.0)], ())
     try:
         for _ in range(2):
-            groups = one.grade([group(i, "a", "ok") if i != 2 else group(i, "fine", case) for i in range(6)])
+            groups = one.grade([group(*(("a", "ok") if i != 2 else ("fine", case)), index=i) for i in range(6)])
             rewards = [[rollout.reward for rollout in each.rollouts] for each in groups]
             faulty = rewards.pop(2)
             if rewards != [CLEAN] * 5 or faulty not in ([4.0, float(len(case))], [None, None]):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from covey.config import ConfigError, RewardConfig
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import Group
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.runner import LOAD_LEAST_SECONDS, RewardPool
 from covey.llm.rewards.weighted_reward import WeightedReward
@@ -23,6 +23,8 @@ from covey.tracking.metrics import find
 from covey.tracking.run_store import rollout_record
 from covey.train.collect import _joined
 from covey.train.metrics import describe
+from helpers.graded import asked as group
+from helpers.graded import rewards_of
 from helpers.run_helpers import is_running
 from helpers.step_records import UNKNOWN
 
@@ -77,17 +79,6 @@ def graded(request, tmp_path, monkeypatch):
         grader.close()
 
 
-def group(*texts, index=0, prompt="p", **columns):
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=index, prompt=prompt, columns=columns), rollouts)
-
-
-def rewards_of(groups):
-    return [[rollout.reward for rollout in one.rollouts] for one in groups]
-
-
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "expression",
@@ -126,6 +117,10 @@ def test_tensors_are_numbers(expression, tmp_path):
         ("{1.0, 2.0}", r"returned set \{1.0, 2.0\} instead of a list of 2 numbers"),
         ("{'a': 1.0, 'b': 2.0}", "returned dict .* instead of a list of 2 numbers"),
         ("b'ab'", "returned bytes b'ab' instead of a list of 2 numbers"),
+        ("None", "returned None instead of a list of 2 numbers"),
+        ("1.0", "returned float 1.0 instead of a list of 2 numbers"),
+        ("'1' * n", "returned str '11' instead of a list of 2 numbers"),
+        ("[[1.0, 2.0]] * n", r"returned list \[1.0, 2.0\] where a number or None is needed"),
         ("object", "returned type <class 'object'> instead of a list of 2 numbers"),
         ("__import__('numpy').array(1.0)", r"returned ndarray array.1\.. instead of a list of 2 numbers"),
         ("itertools.count()", "returned 3 or more results for 2 completions"),

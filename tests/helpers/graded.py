@@ -20,5 +20,14 @@ def group(of: Start, *texts: str) -> Group:
     return Group(of, rollouts)
 
 
+def asked(*texts: str, index: int = 0, prompt: Any = "p", **columns: Any) -> Group:
+    """One rollout for each text, of a start with these columns."""
+    return group(start(index, prompt, **columns), *texts)
+
+
 def rewards_of(groups: list[Group]) -> list[list[float | None]]:
     return [[rollout.reward for rollout in one.rollouts] for one in groups]
+
+
+def all_rewards(groups: list[Group]) -> list[float | None]:
+    return [reward for rewards in rewards_of(groups) for reward in rewards]

@@ -13,7 +13,7 @@ from covey.runtime.worker.process import CallError
 
 
 class EnvironmentThreads:
-    """Environments of a class, each request in a thread and without a deadline; implements `Environments`."""
+    """Environments of a class, each request in a thread and without a deadline; in place of `EnvironmentProcesses`."""
 
     def __init__(self, kind: Callable[[], Any], reply_characters: int = 1000) -> None:
         self._kind, self._reply_characters = kind, reply_characters

@@ -43,6 +43,7 @@ class Kills:
     words: Sequence[object]  # of a new run, without its folder
     steps: int
     place: Path
+    command: str = "train"  # that resumes it
 
     @property
     def whole(self) -> Path:
@@ -67,9 +68,11 @@ class Kills:
                 if not kill_at(words, chain[-1], run_dir, self.place):
                     break
                 waiting.pop(0)
-                words = ["train", "--resume", run_dir]
+                words = [*self.command.split(), "--resume", run_dir]
             try:
-                code, output = covey(*words, cwd=self.place) if words[1] == "--resume" else (0, "")
+                # A finished training on examples is not resumed.
+                ended = self.command != "train" and (run_dir / "summary.json").exists()
+                code, output = covey(*words, cwd=self.place) if "--resume" in words and not ended else (0, "")
                 assert code == 0, output
                 assert_same_run(run_dir, self.whole)
             except AssertionError as error:

@@ -268,6 +268,13 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def wait_for_end(pid: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def assert_same_run(run_dir: Path, whole: Path) -> None:
     """Every file of a run, but for clocks, the lock and the place."""
     assert reproducible_metrics(run_dir) == reproducible_metrics(whole)

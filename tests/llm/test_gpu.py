@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from covey.llm.generation.trial import in_fp32
+from covey.llm.model.recompute import decoder_layers
 from helpers.run_helpers import reproducible_metrics, write_recipe
-from helpers.tiny_models import tiny_folder
+from helpers.tiny_models import tiny_folder, tiny_model
 
 TESTS = Path(__file__).parent.parent
 FOUND = os.pathsep.join([str(TESTS), *sys.path])  # by another process, as by this one
@@ -86,3 +89,41 @@ with Computing(), Sending():
     refusals, sums = told.stdout.splitlines()
     assert refusals == "aten::add.Tensor: all tensors are expected on one device None"
     assert sums == "[2.0, 2.0, 2.0] [3.0, 3.0, 3.0]"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_the_trial_of_a_model_has_one_layer_in_fp32_at_a_time(kind, monkeypatch):
+    """All layers of a model of 7B in fp32 do not fit on the GPUs on which it is trained with LoRA."""
+    module, exact = tiny_model(kind, dtype=torch.bfloat16), tiny_model(kind, dtype=torch.bfloat16).float()
+    tokens, seen = torch.arange(5, 30)[None], []
+    layers = decoder_layers(module)
+
+    def dtypes(*_: object) -> None:
+        seen.append(sum(parameter.dtype == torch.float32 for layer in layers for parameter in layer.parameters()))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(module), "device", property(lambda _: torch.device("cuda")))
+        context = in_fp32(module)
+        context.__enter__()
+    for layer in layers:
+        layer.register_forward_pre_hook(dtypes)
+    with torch.no_grad():
+        assert torch.equal(module(input_ids=tokens).logits, exact(input_ids=tokens).logits)
+    context.__exit__(None, None, None)
+    assert seen == [len(list(layer.parameters())) for layer in layers]
+    right = tiny_model(kind, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_session_on_a_borrowed_gpu_measures_every_stage(tmp_path):
+    """In tiny shapes on the CPU; without TRL, and `flex` has no backward pass on a CPU."""
+    script, out = Path(__file__).parents[2] / "benchmarks" / "gpu_session.py", tmp_path / "results.jsonl"
+    stages = ["probe", "agree", "sample", "update", "memory"]
+    command = [sys.executable, script, out, "--tiny", "--seconds", "500", "--stages", ",".join(stages)]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["stage"] for line in lines if line.get("ended") == "exit 0"] == stages
+    assert [line for line in lines if "failed" in line or "skipped" in line] == []
+    assert {"tiny, kernels", "tiny, torch", "tiny, plain transformers"} <= {line.get("what") for line in lines}

@@ -8,6 +8,7 @@ from covey.config.rewards import check_reward
 from covey.data import Start
 from covey.llm.grader import GradingError, build_grader
 from covey.llm.rewards.weighted_reward import WeightedReward
+from covey.tracking.wording import SCORE_KINDS
 from helpers.graded import group, rewards_of, start
 
 
@@ -152,3 +153,25 @@ def test_recipes_with_different_kinds_of_scores_are_not_compared(tmp_path):
         read_contestants([same[0], str(other)])
     partial = RunConfig(rewards=(RewardConfig(name="digits"),))
     assert (score_kind(partial), score_kind(RunConfig())) == ("score", "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("reward", "limits"),
+    [
+        (RewardConfig(name="digits"), (0, 1)),
+        (RewardConfig(name="length", length_limit=9), (-1, 0)),
+        (RewardConfig(name="numeric"), (0, 1)),
+        (
+            RewardConfig(judge="http://127.0.0.1:1", judge_model="m", judge_prompt="{completion}", judge_range=(0, 10)),
+            (0, 10),
+        ),
+        (lambda completions, **_: [0.0], None),
+    ],
+    ids=["digits", "length", "numeric", "judge", "function"],
+)
+def test_an_interval_is_inside_the_range_of_the_reward(reward, limits):
+    grader = build_grader([reward], ())
+    kind = SCORE_KINDS[grader.score_kind].within(grader.score_range)
+    low, high = limits or (0.0, 1.0)
+    for found in (kind.estimate([low, high]), kind.estimate_best([low, high])):
+        assert (low <= found["low"] and found["high"] <= high) == (limits is not None)

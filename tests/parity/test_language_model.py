@@ -418,9 +418,9 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
 def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     made = make_sampler("llama")
     prompts = [tuple(range(5))] * 10
-    assert made.generator.rows_in_memory(prompts, 12) > 40
+    assert local_generator.rows_in_memory(made.generator.policy, prompts, 12) > 40
     monkeypatch.setattr(local_generator, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
-    assert made.generator.rows_in_memory(prompts, 12) == 8
+    assert local_generator.rows_in_memory(made.generator.policy, prompts, 12) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

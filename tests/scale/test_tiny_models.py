@@ -27,9 +27,8 @@ from transformers import LlamaForCausalLM
 from covey.config import RunError
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
-from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
-from covey.llm.remote.fleet import Fleet
+from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.proof import Proof, probe
 from covey.llm.remote.weights import FileTransport, GroupOffer, GroupTransport, checksum, gathered, give

@@ -35,6 +35,7 @@ def test_every_metric_that_the_loop_names_is_defined() -> None:
 def test_find_knows_patterns_and_refuses_strangers() -> None:
     assert metrics.find("reward/format") is metrics.METRICS["reward/<name>"]
     assert metrics.find("reward/mean") is metrics.METRICS["reward/mean"]
+    assert metrics.find("reward_model/held_out_auc") is metrics.METRICS["reward_model/held_out_<measure>"]
     for stranger in ("rewards/mean", "reward/", "time/lunch", "speed"):
         with pytest.raises(KeyError):
             metrics.find(stranger)

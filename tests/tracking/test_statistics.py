@@ -103,6 +103,7 @@ def test_a_mean_score_has_the_t_interval_at_any_magnitude() -> None:
         assert result["score"] == pytest.approx(4 * scale)
         assert (result["low"], result["high"]) == pytest.approx((4 * scale - half, 4 * scale + half), rel=1e-5)
     assert mean_score([0.0, 1.0])["high"] > 1, "0 and 1 do not make it an accuracy"
+    assert [mean_score([0.0, 1.0], (0, 1))[bound] for bound in ("low", "high")] == [0, 1]
     assert mean_score([39.0]) == {"score": 39.0, "low": None, "high": None, "count": 1}
     assert mean_score([0.0, 0.0]) == {"score": 0.0, "low": 0.0, "high": 0.0, "count": 2}
     with pytest.raises(ValueError, match="at least one score"):

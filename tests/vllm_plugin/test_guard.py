@@ -73,23 +73,21 @@ def test_health_is_open(token_file):
     assert ask(path="/health", kind="websocket")[0] is False
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_that_others_may_use_is_refused(token_file, mode):
-    token_file.chmod(mode)
-    with pytest.raises(ValueError, match="chmod 600"):
-        Guard(None)
-
-
-@pytest.mark.parametrize("content", [b"", b"two words", b"\xff", b"x" * 2000])
-def test_a_file_without_a_token_is_refused(token_file, content):
-    token_file.write_bytes(content)
-    with pytest.raises(ValueError, match="has no token"):
-        Guard(None)
-
-
-def test_no_file_is_refused(token_file, monkeypatch):
-    token_file.unlink()
-    with pytest.raises(ValueError, match="must name the file"):
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        *((TOKEN.encode(), mode, "chmod 600") for mode in (0o640, 0o604, 0o620)),
+        *((content, 0o600, "has no token") for content in (b"", b"two words", b"\xff", b"x" * 2000)),
+        (None, 0, "must name the file"),
+    ],
+)
+def test_a_file_that_others_may_use_or_without_a_token_is_refused(token_file, content, mode, message, monkeypatch):
+    if content is None:
+        token_file.unlink()
+    else:
+        token_file.write_bytes(content)
+        token_file.chmod(mode)
+    with pytest.raises(ValueError, match=message):
         Guard(None)
     monkeypatch.delenv("COVEY_TOKEN_FILE")
     with pytest.raises(ValueError, match="must name the file"):

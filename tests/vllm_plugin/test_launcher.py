@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from covey.cli.main import main
 from covey.config import ConfigError, RunError
 from covey_vllm import launcher
 from covey_vllm.launcher import VllmProcess, VllmSettings
+from helpers.run_helpers import is_running, wait_for_end
 from helpers.tiny_models import tiny_folder
 
 SECRET = "not-to-be-seen"
-ENDS_SECONDS = 60
 
 
 @pytest.fixture
@@ -105,17 +104,7 @@ def test_the_server_and_its_workers_are_ended(settings, tmp_path, monkeypatch):
         worker = int((tmp_path / "worker").read_text())
         assert is_running(worker)
     assert process.process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + ENDS_SECONDS
-    while is_running(worker):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for_end(worker)
 
 
 @pytest.mark.sampled(6)

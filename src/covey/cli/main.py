@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import takewhile
+from typing import Any, NoReturn
 
 from covey.cli import completion, evaluate, export, plan, report, reward_model, runs, sample, serve, sft, show, train
 from covey.cli.options import Command, Parser
@@ -170,7 +170,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: for arguments that the command does not have.
     """
-    parser, commands = build_parser()
+    parser, commands = build_parser(words[:1])
     if not words or words[0] in parser._option_string_actions:
         parser.parse_args(words[:1])  # --help or --version ends here
         parser.error("name a command")
@@ -254,22 +254,38 @@ def _split(words: Sequence[str], command: Parser) -> tuple[list[str], list[str]]
     return [*options, *own], fields
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Build the parser of the command line; returns it and the parser of each command by name."""
+class _Version(argparse.Action):
+    """`--version`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version  # here, because it loads much
+
+        print(f"covey {version('covey')}")
+        parser.exit()
+
+
+def build_parser(chosen: Sequence[str] = tuple(COMMANDS)) -> tuple[Parser, dict[str, Parser]]:
+    """Build the parser of the command line; returns it and the parser of each command by name.
+
+    Args:
+        chosen: the commands whose options are added, because their help takes time.
+    """
     parser = Parser(
         prog="covey",
         description="Train a language model or an agent by comparing attempts with each other.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"covey {version('covey')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show covey's version and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parsers: dict[str, Parser] = {}
-    _add_commands(parser, list(COMMANDS.values()), parsers)
+    _add_commands(parser, list(COMMANDS.values()), chosen, parsers)
     return parser, parsers
 
 
-def _add_commands(parser: Parser, commands: Sequence[Command], parsers: dict[str, Parser], owner: str = "") -> None:
+def _add_commands(
+    parser: Parser, commands: Sequence[Command], chosen: Sequence[str], parsers: dict[str, Parser], owner: str = ""
+) -> None:
     """Add the parsers of commands, or of the actions of the command `owner`."""
     kind = "action" if owner else "command"
     added = parser.add_subparsers(title=f"{kind}s", metavar=kind.upper(), required=bool(owner))
@@ -280,9 +296,11 @@ def _add_commands(parser: Parser, commands: Sequence[Command], parsers: dict[str
         )  # fmt: skip
         parsers[f"{owner} {one.name}".strip()] = made
         made.set_defaults(command=owner or one.name, action=one.name, chosen=one)
+        if (owner or one.name) not in chosen:
+            continue
         one.add_options(made)
         if one.actions:
-            _add_commands(made, one.actions, parsers, one.name)
+            _add_commands(made, one.actions, chosen, parsers, one.name)
         made.epilog = made.epilog and fitted(made.epilog, width_of(sys.stdout))
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

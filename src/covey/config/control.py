@@ -17,8 +17,6 @@ from covey.config.common import (
     config_field,
 )
 
-GROUPED = ("episodes", "branches")  # kinds of rollouts that are compared within groups
-
 
 @dataclass(frozen=True)
 class EnvironmentConfig(Table):

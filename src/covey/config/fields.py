@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, get_args
 from typing import get_type_hints as uncached_type_hints
@@ -118,33 +119,24 @@ def check_value(where: str, item: Field[Any], hint: Any, value: Any) -> None:
         optional_text = kind is str and single == "" == item.default
         if choices and single not in choices and not optional_text:
             raise ConfigError(f"{where} must be {or_list(choices)} (is {single!r}){did_you_mean(str(single), choices)}")
-        try:
-            check_limits(where, item.metadata["limits"], single)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}, because {reason}" if (reason := item.metadata["because"]) else f"{error}"
-            ) from None
+        check_limits(where, item.metadata["limits"], single, item.metadata["because"])
         if kind is int and item.metadata["limits"]["max"] is None and abs(single) > LARGEST_INTEGER:
             raise ConfigError(f"{where} must be at most {LARGEST_INTEGER} (is {single})")
         if kind is float and abs(single) > LARGEST_NUMBER:
             raise ConfigError(f"{where} must be at most {LARGEST_NUMBER:g} (is {single})")
 
 
-def check_limits(where: str, limits: dict[str, float | None], value: Any) -> None:
+def check_limits(where: str, limits: dict[str, float | None], value: Any, because: str = "") -> None:
     """Check a number against the limits that `covey.config.config_field` declared.
 
     Raises:
-        ConfigError: naming the limit that the value breaks.
+        ConfigError: naming the limit that the value breaks, and the reason for it.
     """
-    least, most, above, below = (limits[name] for name in ("min", "max", "above", "below"))
-    if least is not None and value < least:
-        raise ConfigError(f"{where} must be at least {least:.12g} (is {value})")
-    if most is not None and value > most:
-        raise ConfigError(f"{where} must be at most {most:.12g} (is {value})")
-    if above is not None and value <= above:
-        raise ConfigError(f"{where} must be above {above:.12g} (is {value})")
-    if below is not None and value >= below:
-        raise ConfigError(f"{where} must be below {below:.12g} (is {value})")
+    breaks = {"min": ("at least", lt), "max": ("at most", gt), "above": ("above", le), "below": ("below", ge)}
+    for name, (words, broken) in breaks.items():
+        if (limit := limits[name]) is not None and broken(value, limit):
+            reason = f", because {because}" if because else ""
+            raise ConfigError(f"{where} must be {words} {limit:.12g} (is {value}){reason}")
 
 
 def check_text(text: str, where: str) -> None:

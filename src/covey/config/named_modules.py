@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
 from pathlib import Path
@@ -91,6 +90,8 @@ def entry_points_of(group: str) -> dict[str, str]:
     """Name -> module:object of the entry points of installed packages; what the working folder claims to be an
     installed package does not count.
     """
+    from importlib import metadata  # here, because few commands read it, and it loads much
+
     return {
         point.name: point.value
         for point in metadata.entry_points(group=group)
@@ -128,6 +129,8 @@ def _is_in(folder: str, found: ModuleSpec | None) -> bool:
 @cache  # reading the lists of files of all packages takes a second
 def _depends_on(first: str, library: str) -> bool:
     """Whether the package of a module names a library among its requirements, also those of extras."""
+    from importlib import metadata
+
     named = re.compile(rf"{library}(?![\w.-])", re.IGNORECASE)
     packages = metadata.packages_distributions().get(first, [])
     return any(named.match(line) for package in packages for line in metadata.requires(package) or ())

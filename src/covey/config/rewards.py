@@ -34,6 +34,7 @@ class BuiltInReward:
     binary: bool = False  # always 1 (right) or 0 (wrong), so that its mean is an accuracy
     per_step: bool = False  # a number for each reasoning step, else one for the whole completion
     per_turn: bool = False  # of a conversation: the sum of the environment's rewards for the turns
+    range: tuple[float, float] | None = None  # lowest and highest value, of a step reward of each step; None: any
     required: Mapping[str, str] = field(default_factory=dict)  # fields that need a value -> an example, in TOML
     own_process: bool = False  # it may hang, so it is called in a process that can be ended
     # Called for one completion at a time, in RewardConfig.workers processes side by side, each call with its deadline.
@@ -66,6 +67,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     ),
     "digits": BuiltInReward(
         "covey.llm.rewards.numbers:digits",
+        range=(0, 1),
         check="covey.llm.rewards.numbers:check_number",
     ),
     "exact": BuiltInReward(
@@ -93,18 +95,21 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     "tags": BuiltInReward("covey.llm.rewards.rules:tagged_parts", binary=True),
     "length": BuiltInReward(
         "covey.llm.rewards.rules:length_penalty",
+        range=(-1, 0),
         required={"length_limit": "200"},
     ),
-    "repetition": BuiltInReward("covey.llm.rewards.rules:repetition_penalty"),
-    "language": BuiltInReward("covey.llm.rewards.rules:script_share", required={"scripts": '["latin"]'}),
+    "repetition": BuiltInReward("covey.llm.rewards.rules:repetition_penalty", range=(-1, 0)),
+    "language": BuiltInReward("covey.llm.rewards.rules:script_share", range=(0, 1), required={"scripts": '["latin"]'}),
     "reasoning_gym": BuiltInReward(
         "covey.llm.rewards.reasoning_gym_process:score",
+        range=(0, 1),
         own_process=True,  # its scorers evaluate text
         resident_mib=115,
         tasks=("reasoning_gym",),
     ),
     "code": BuiltInReward(
         "covey.llm.rewards.code:code",
+        range=(0, 1),
         binary=True,  # unless partial = true
         check="covey.llm.rewards.code_tests:read_tests",
         gold=("tests_column", "entry_point"),
@@ -122,6 +127,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
     ),
     "step_numbers": BuiltInReward(
         "covey.llm.rewards.numbers:step_numbers",
+        range=(0, 1),
         per_step=True,
         check="covey.llm.rewards.numbers:right_steps",
         tasks=("running_total",),
@@ -329,6 +335,13 @@ class RewardConfig(Table):
     def is_binary(self) -> bool:
         """True if the reward is always 1 (right) or 0 (wrong), so that its mean is an accuracy."""
         return self.binary or (self.built_in is not None and self.built_in.binary and not self.partial)
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The lowest and the highest value of the reward, or of a step; None if it is not known."""
+        if self.judge:
+            return self.judge_range[0], self.judge_range[1]
+        return self.built_in.range if self.built_in is not None else None
 
     @property
     def process_count(self) -> int:

@@ -6,7 +6,6 @@ import html
 import ipaddress
 import os
 import re
-import secrets
 import stat
 from base64 import b64encode
 from collections.abc import Iterator
@@ -188,6 +187,8 @@ def own_token(path: Path) -> str:
     """
     if path.exists():
         return read_token(path, "the access token")
+    import secrets  # here, because it loads the cryptography of hashlib, and few commands write a token
+
     try:
         make_folder(path.parent)
         temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")

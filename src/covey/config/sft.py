@@ -45,7 +45,25 @@ def is_sampled(data: str) -> bool:
 
 
 @dataclass(frozen=True)
-class SFTConfig(Table):
+class SupervisedBase(Table):
+    """Fields that trainings on given examples share."""
+
+    epochs: int = config_field(1, "passes over the examples", min=1, max=1000)
+    batch_size: int = config_field(32, "examples of an optimizer step", min=1)
+    learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
+    schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = config_field(0, "optimizer steps over which the learning rate rises from 0", min=0)
+    patience: int = config_field(
+        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
+    )
+    max_tokens: int = config_field(0, "longest prompt with its completion, in tokens; 0: the model's limit", min=0)
+    long_examples: str = config_field(
+        "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")
+    )
+
+
+@dataclass(frozen=True)
+class SFTConfig(SupervisedBase):
     data: str = config_field(
         "",
         "covey sft: examples: a JSONL, Parquet or Arrow file, file.py:function (your function returns the rows), "
@@ -77,18 +95,6 @@ class SFTConfig(Table):
         "an example whose prompt is in sft.held_out_path too: refuse the data, or drop the example from training",
         choices=("refuse", "drop"),
         advanced=True,
-    )
-    epochs: int = config_field(1, "passes over the examples", min=1, max=1000)
-    patience: int = config_field(
-        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
-    )
-    batch_size: int = config_field(32, "examples of an optimizer step", min=1)
-    learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
-    schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = config_field(0, "optimizer steps over which the learning rate rises from 0", min=0)
-    max_tokens: int = config_field(0, "longest prompt with its completion, in tokens; 0: the model's limit", min=0)
-    long_examples: str = config_field(
-        "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")
     )
 
     def check_source(self) -> None:
@@ -143,7 +149,7 @@ class RewardModelKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(SupervisedBase):
     """Training of a reward model."""
 
     model: str = config_field(
@@ -151,11 +157,6 @@ class RewardModelConfig:
         "model that training begins with: a language model, whose output layer is replaced by a score, or a reward "
         "model; names as in a recipe",
     )
-    epochs: int = config_field(1, "passes over the training data", min=1, max=1000)
-    batch_size: int = config_field(32, "pairs, completions or step-labelled completions of an optimizer step", min=1)
-    learning_rate: float = config_field(2e-5, "peak learning rate of AdamW", above=0)
-    schedule: str = config_field("linear", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = config_field(0, "optimizer steps over which the learning rate rises from 0", min=0)
     weight_decay: float = config_field(0.0, "AdamW's decoupled weight decay", min=0)
     max_grad_norm: float = config_field(1.0, "largest norm of the gradient; a longer one is scaled down", above=0)
     center: float = config_field(
@@ -178,10 +179,6 @@ class RewardModelConfig:
         "training",
         choices=("refuse", "drop"),
     )
-    max_tokens: int = config_field(0, "longest prompt with its completion, in tokens; 0: the model's limit", min=0)
-    long_examples: str = config_field(
-        "refuse", "an example that is longer: refuse the data, or drop the example", choices=("refuse", "drop")
-    )
     step_separator: str = config_field(DEFAULT_SEPARATOR, "text after each step, at whose last token its score is read")
     microbatch_tokens: int = config_field(
         4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
@@ -196,7 +193,7 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelTraining(Table, RewardModelConfig):
+class RewardModelTraining(RewardModelConfig):
     """The config of a run of `covey reward-model train`."""
 
     data: str = config_field("", "file of the training data")
@@ -204,9 +201,6 @@ class RewardModelTraining(Table, RewardModelConfig):
     run_dir: str = config_field("", "folder of the run; empty: runs/reward_model-<number>")
     checkpoint_keep: int = config_field(2, "checkpoints kept, at least 2", min=2)
     checkpoint_best: bool = config_field(False, "also keep the checkpoint with the lowest held-out loss, RUN@best")
-    patience: int = config_field(
-        0, "end the training after this number of epochs without a lower held-out loss; 0: never", min=0
-    )
     trackers: tuple[str, ...] = config_field(
         (), "experiment trackers that receive the metrics as well; each needs its extra", choices=TRACKERS
     )

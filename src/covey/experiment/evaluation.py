@@ -114,7 +114,7 @@ class HeldOut:
             raise RunError(nothing_scored(self.grader))
         if len(scores) < len(rollouts):
             self.display.note(f"{unscored(len(rollouts) - len(scores), len(rollouts))}")
-        kind = SCORE_KINDS[self.grader.score_kind]
+        kind = SCORE_KINDS[self.grader.score_kind].within(self.grader.score_range)
         return {
             "max_new_tokens": limit,
             **kind.estimate(scores),
@@ -247,7 +247,7 @@ def evaluate_model(
     notes = [*problem.notes(config.evaluation.problems, "--problems"), *problem.kind.notes()]
     return ModelEvaluation(
         groups,
-        SCORE_KINDS[problem.grader.score_kind],
+        SCORE_KINDS[problem.grader.score_kind].within(problem.grader.score_range),
         config.sampling.max_new_tokens,
         [*notes, *left_out, *([unscored(missing, len(rollouts))] if missing else [])],
         _step_of(config.model),

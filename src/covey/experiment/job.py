@@ -26,7 +26,7 @@ from covey.experiment.advice import Config, Finished, Launch
 from covey.experiment.resuming import (
     Origin,
     keep_best,
-    new_origin,
+    plain_config,
     read_beginning,
     refuse_changed_inputs,
     restore_checkpoint,
@@ -296,8 +296,14 @@ class Job:
 
     def _begin(self, experiment: Experiment, inputs: dict[str, str]) -> Origin:
         """Record the beginning of a run; the weights are the initial ones."""
-        before = experiment.measure("before")
-        origin = new_origin(self.launch, self.config, inputs, experiment.machine, before)
+        origin = {
+            "recipe": self.launch.title,
+            "launch": vars(self.launch),
+            "config": plain_config(self.config),
+            "inputs": inputs,
+            "environment": experiment.machine,
+            "before": experiment.measure("before"),
+        }
         write_atomically(self.store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         return origin
 

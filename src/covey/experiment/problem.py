@@ -14,10 +14,9 @@ from covey.config.named_modules import search_path
 from covey.config.rules import unpaid_credit
 from covey.data import Rollout, Start, Task
 from covey.experiment.job import Reward
-from covey.llm.conversation.conversation import first_messages, transcript
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.processes import EnvironmentProcesses, Environments, Session, copied_environment
-from covey.llm.conversation.sampler import ConversationSampler, environment_seed
+from covey.llm.conversation.processes import EnvironmentProcesses, copied_environment
+from covey.llm.conversation.sampler import ConversationSampler, environment_seed, first_messages, transcript
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
 from covey.llm.grader import RewardGrader, build_grader, check_answers, right_rollout, rows_of_every_kind
@@ -28,6 +27,7 @@ from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
 from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Session
 
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
@@ -80,7 +80,7 @@ COMPLETIONS = Completions()
 class Conversations(Completions):
     """A rollout is a conversation with an environment, which is tried before the model is loaded."""
 
-    def __init__(self, config: RunConfig, environments: Environments) -> None:
+    def __init__(self, config: RunConfig, environments: EnvironmentProcesses) -> None:
         """Describe an environment.
 
         Raises:

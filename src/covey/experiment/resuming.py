@@ -30,30 +30,6 @@ Origin = dict[str, Any]
 _MEASURED = {"score", "low", "high", "count", "seconds"}  # keys of every evaluation of a policy in origin.json
 
 
-def new_origin(
-    launch: Launch,
-    config: Config,
-    inputs: dict[str, str],
-    machine: dict[str, Any],
-    before: list[Any],
-) -> Origin:
-    """Record of a run's beginning for resuming it.
-
-    Args:
-        inputs: name -> checksum of the files that it reads.
-        machine: settings beside seed, config and inputs that the bits of a result depend on.
-        before: the evaluations before training.
-    """
-    return {
-        "recipe": launch.title,
-        "launch": vars(launch),
-        "config": _plain(config),
-        "inputs": inputs,
-        "environment": machine,
-        "before": before,
-    }
-
-
 def read_beginning(run_dir: Path) -> tuple[Origin | None, Config, list[str]]:
     """The origin of a run (None if it is lost), its settings, and notes on what is lost.
 
@@ -114,7 +90,7 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[Config, list[str
 
 
 def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> None:
-    began, now = origin["config"] | {"run_dir": ""}, _plain(config)
+    began, now = origin["config"] | {"run_dir": ""}, plain_config(config)
     if isinstance(config, RunConfig):  # the division of the weights changes no bit
         began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
     began["trackers"] = now["trackers"]  # a resumed run may change them
@@ -158,7 +134,7 @@ def same_conversation(config: Config, conversation: ConversationConfig | None) -
         ConfigError: if `conversation` has other settings than the run.
     """
     given, environment = with_conversation(config, conversation)
-    before, now = _plain(config), _plain(given)
+    before, now = plain_config(config), plain_config(given)
     if name := first_difference(before, now):
         raise ConfigError(
             f"{name} was {_value(before, name)} when the run began and is {_value(now, name)} in the conversation: a "
@@ -201,7 +177,7 @@ def _is_sft(config: RunConfig | ControlConfig) -> bool:
     return config.algorithm == SFT_ALGORITHM
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def plain_config(config: Config) -> dict[str, Any]:
     """A config in JSON's types, without its folder, which may have moved."""
     tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
     return tables

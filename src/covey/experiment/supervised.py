@@ -98,13 +98,31 @@ class SupervisedBuilder(ExperimentBuilder):
             backend: what computes the model, as far as bits depend on it.
             checkpoint: when checkpoints are written, and which are kept.
         """
-        evaluation = HeldOutExamples(self, measured, self.per_epoch, display)
+        last: list[dict[str, float]] = []  # measured after the last epoch
+
+        def due(step: int) -> dict[str, float]:
+            """The held-out metrics after a step that ends an epoch."""
+            if step % self.per_epoch:
+                return {}
+            last[:] = [measured()]
+            return self.tracked(last)
+
+        def measure(label: str) -> list[Evaluation]:
+            """The evaluation before or after training."""
+            clock = Clock()
+            (found,) = last or [measured()]
+            if not found:
+                return []
+            if label == "before":
+                display.note(f"before training: held-out loss {found['loss']:.4f}")
+            return [found | {"seconds": clock.total()}]
+
         parts = SupervisedRun(
             name=self.algorithm_name,
             trainer=trainer,
             batches=batches,
             steps_per_epoch=self.per_epoch,
-            evaluate=evaluation.due,
+            evaluate=due,
             observers=(store, display),
             checkpoints=build_checkpoints(store, checkpoint.keep, best=checkpoint.best),
         )
@@ -118,7 +136,7 @@ class SupervisedBuilder(ExperimentBuilder):
         )
         machine = environment(self.machine.device, self.machine.dtype) | backend
         return Experiment(
-            parts, limits, evaluation.measure, collect, machine,
+            parts, limits, measure, collect, machine,
             lambda: facts() | {"examples": self.counts} | self._losses(store), train_supervised,
         )  # fmt: skip
 
@@ -150,37 +168,3 @@ class SupervisedBuilder(ExperimentBuilder):
 
 def _measured(evaluations: Sequence[Evaluation]) -> dict[str, float]:
     return {name: value for one in evaluations for name, value in one.items() if name != "seconds"}
-
-
-class HeldOutExamples:
-    """Evaluates a model on held-out examples: before training, after each epoch, and at the end."""
-
-    def __init__(
-        self, builder: SupervisedBuilder, measured: Callable[[], dict[str, float]], every: int, display: Display
-    ) -> None:
-        """
-        Args:
-            builder: names the metrics.
-            measured: measures the model; {} without held-out examples.
-            every: optimizer steps of an epoch.
-            display: shows the evaluation before training.
-        """
-        self._builder, self._measured, self._every, self._display = builder, measured, every, display
-        self._last: dict[str, float] | None = None  # after the last epoch
-
-    def due(self, step: int) -> dict[str, float]:
-        """The metrics after a step that ends an epoch."""
-        if step % self._every:
-            return {}
-        self._last = self._measured()
-        return self._builder.tracked([self._last])
-
-    def measure(self, label: str) -> list[Evaluation]:
-        """The evaluation before or after training."""
-        clock = Clock()
-        found = self._measured() if self._last is None else self._last
-        if not found:
-            return []
-        if label == "before":
-            self._display.note(f"before training: held-out loss {found['loss']:.4f}")
-        return [found | {"seconds": clock.total()}]

@@ -71,6 +71,7 @@ class RewardGrader:
         by_preference = sorted(self.rewards, key=lambda reward: (not reward.score, reward.per_step))
         self.score_name = by_preference[0].name
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
+        self.score_range = by_preference[0].range
         self.splitter = StepSplitter(boundary) if any(reward.per_step for reward in self.rewards) else None
         self._started: dict[tuple[str, int], Wait] = {}  # calls, by the reward's name and the id of the group
 

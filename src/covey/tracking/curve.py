@@ -181,17 +181,22 @@ def smooth(values: Sequence[float], fraction: float = 0.06) -> list[float]:
 def decorate(axes: Axes, unit: str, ticks: int = 8) -> None:
     """Format the axes: no frame, a light grid, a unit."""
     axes.set_ylabel(unit, color=MUTED, fontsize=9)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=8, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    _bare(axes)
     axes.spines["bottom"].set_color(GRID)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 ITERATIONS_PICTURE = "iterations.png"
+
+
+def _bare(axes: Axes) -> None:
+    """Axes without a frame, with a light grid."""
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 def read_iterations(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -282,11 +287,7 @@ def draw_reliability(path: Path, found: Reliability, title: str) -> None:
     lower.bar([(number + 0.5) / bins for number in range(bins)], counts, width=0.94 / bins, color=MUTED)
     lower.set_ylabel("items", color=MUTED, fontsize=9)
     lower.set_xlabel("predicted probability", color=MUTED, fontsize=9)
-    for axes in (upper, lower):
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=MUTED, labelsize=8, length=0)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+    _bare(upper)
+    _bare(lower)
     with faults_of(path):
         figure.savefig(path)

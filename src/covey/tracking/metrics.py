@@ -42,8 +42,8 @@ METRICS = {
 
 
 def find(name: str) -> Metric:
-    """The definition of a metric by its name in `metrics.jsonl`; `reward/format` finds `reward/<name>`, and
-    `reward/format/length` finds `reward/<reward>/<name>`.
+    """The definition of a metric by its name in `metrics.jsonl`; `reward/format` finds `reward/<name>`,
+    `reward/format/length` finds `reward/<reward>/<name>`, `x/held_out_auc` finds `x/held_out_<measure>`.
 
     Raises:
         KeyError: for a name that the glossary does not define.
@@ -51,9 +51,11 @@ def find(name: str) -> Metric:
     if name in METRICS:
         return METRICS[name]
     section, slash, rest = name.partition("/")
-    family = f"{section}/<{section}>/<name>" if "/" in rest else f"{section}/<name>"
-    if slash and rest and family in METRICS:
-        return METRICS[family]
+    families = [f"{section}/<{section}>/<name>" if "/" in rest else f"{section}/<name>"]
+    families += [f"{section}/held_out_<measure>"] if rest.startswith("held_out_") else []
+    for family in families:
+        if slash and rest and family in METRICS:
+            return METRICS[family]
     raise KeyError(f"the metric {name!r} is not defined in covey/tracking/metrics.toml")
 
 

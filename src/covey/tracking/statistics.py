@@ -163,11 +163,11 @@ def accuracy(scores: Sequence[float]) -> Estimate:
     return {"score": float(sum(scores)) / len(scores), "low": low, "high": high, "count": len(scores)}
 
 
-def mean_score(scores: Sequence[float]) -> Estimate:
+def mean_score(scores: Sequence[float], limits: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
     """The mean of independent scores with its 95 % t interval, in the form of `summary.json`.
 
-    There is one score for each problem, or one return for each episode. The interval of a single score is None. An
-    interval may exceed the range of the scores, which is not known here.
+    There is one score for each problem, or one return for each episode. The interval of a single score is None. It is
+    clipped to `limits`, which no score exceeds.
 
     >>> mean_score([1.0, 2.0, 3.0])["low"]
     -0.4841377117186747
@@ -185,7 +185,7 @@ def mean_score(scores: Sequence[float]) -> Estimate:
     deviation = math.sqrt(math.fsum((score / scale - mean) ** 2 for score in scores) / (count - 1))
     half = t_quantile_95(count - 1) * deviation / math.sqrt(count) * scale
     mean *= scale
-    return {"score": mean, "low": mean - half, "high": mean + half, "count": count}
+    return {"score": mean, "low": max(mean - half, limits[0]), "high": min(mean + half, limits[1]), "count": count}
 
 
 def mean_fraction(fractions: Sequence[float]) -> Estimate:
@@ -197,8 +197,8 @@ def mean_fraction(fractions: Sequence[float]) -> Estimate:
     Raises:
         ValueError: if there are none.
     """
-    found = mean_score(fractions)
+    found = mean_score(fractions, (0.0, 1.0))
     if len(set(fractions)) > 1:
-        return found | {"low": max(found["low"], 0.0), "high": min(found["high"], 1.0)}
+        return found
     low, high = wilson_interval(math.fsum(fractions), len(fractions))
     return found | {"low": low, "high": high}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from covey.config.fields import plural
@@ -35,6 +36,13 @@ class ScoreKind:
     best_of: str  # name of the score of k answers to one problem: pass@k, best@k
     best_at_k: Callable[[Sequence[float], int], float]  # from the scores of one problem's answers
     estimate_best: Callable[[Sequence[float]], Estimate]  # from one `best_at_k` per problem
+
+    def within(self, limits: tuple[float, float] | None) -> ScoreKind:
+        """The kind of scores that are all in `limits`, so their intervals are too; None: the limits are not known."""
+        if self.estimate is not mean_score or limits is None:
+            return self
+        bounded = partial(mean_score, limits=limits)
+        return replace(self, estimate=bounded, estimate_best=bounded)
 
     def name_interval(self, result: Result) -> str:
         """'95 % interval 6.4% to 13.6%'; 'no interval from one problem', or 'from equal scores', whose spread is not

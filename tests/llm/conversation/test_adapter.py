@@ -92,19 +92,12 @@ def test_the_requests_of_a_conversation() -> None:
     assert "finite number" in HostedEnvironment(lambda: Shop(score="x"), 8).answer({"do": "end"})["failed"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"price": [1]}, "there is no option 'price'; its options are prices, score"),
-        ({"prices": [1], "scores": 1}, "there is no option 'scores'"),
-    ],
-)
-def test_options_that_a_class_does_not_take_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_a_class_does_not_take_are_refused() -> None:
     check_options(Shop, {"prices": [2]})
-    with pytest.raises(WrongEnvironment, match=message):
-        check_options(Shop, options)
-    with pytest.raises(WrongEnvironment, match=r"missing a required argument: 'id'; its options are id, actions"):
-        check_options(lambda id, actions=(), **others: None, {"others": 1})
+    with pytest.raises(
+        WrongEnvironment, match="got an unexpected keyword argument 'price'; its options are prices, score: "
+    ):
+        check_options(Shop, {"price": [1]})
     check_options(lambda id, **others: None, {"id": 1, "anything": 1})
 
 

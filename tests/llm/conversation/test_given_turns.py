@@ -10,15 +10,16 @@ import pytest
 from covey.config import ConfigError
 from covey.config.sft import SFTConfig
 from covey.data import EndReason
-from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.sampler import Conversation, Limits
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import read_calls
 from covey.llm.conversation.tools import Tool, describe_tools
+from covey.llm.data.rows import encode_fitting
 from covey.llm.data.sft_examples import check_rows
 from covey.llm.generation.generator import Completion
 from covey.llm.model.chat import Chat
-from covey.llm.sft.encoding import ExampleEncoder
+from covey.llm.sft.encoding import SFT_OPTIONS, ExampleEncoder
 from helpers.chat_models import CHAT_MODELS, chat_of
 from helpers.in_threads import EnvironmentThreads
 from helpers.tool_templates import FORMATS, TEMPLATES
@@ -61,8 +62,8 @@ def reply(content: str, id: str = "call_1") -> dict:
 
 
 def encode(chat: Chat, row: dict, tools: list[Tool] | None = None):
-    [example] = check_rows(SFTConfig(), [("row 7", row)])
-    return ExampleEncoder(chat, tools).encode(example)
+    examples = check_rows(SFTConfig(), [("row 7", row)])
+    return encode_fitting(examples, ExampleEncoder(chat, tools).encode, None, drop=False, options=SFT_OPTIONS)[0]
 
 
 def trained(chat: Chat, encoded) -> list[str]:

@@ -16,9 +16,9 @@ from transformers.utils import get_json_schema
 from covey.config import ConfigError
 from covey.llm.conversation.environment import HostedEnvironment
 from covey.llm.conversation.processes import copied_environment
+from covey.llm.conversation.styles import call_format, with_tools
 from covey.llm.conversation.tool_calls import RawText, ToolCall, read_calls
-from covey.llm.conversation.tool_prompt import call_format, with_tools
-from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, run_tool, text_of
+from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, text_of
 from helpers.chat_models import CHAT_MODELS, chat_of
 
 
@@ -218,54 +218,19 @@ def test_an_environment_without_methods_has_no_tools() -> None:
     assert describe_tools(Game()) == []
 
 
-def no_docstring(self, x: int) -> int:
-    return x
+def taking(hint: Any, docstring: str | None = "Take x.\n\n    Args:\n        x: a value\n    ") -> Any:
+    """A method with an argument x of this type; None: without a type."""
 
+    def method(self, x):
+        return 0
 
-def no_hint(self, x) -> int:
-    """Take x.
-
-    Args:
-        x: a number
-    """
-    return int(x)
-
-
-def no_description(self, x: int) -> int:
-    """Take x."""
-    return x
-
-
-def unknown_type(self, x: asyncio.Queue) -> int:
-    """Take x.
-
-    Args:
-        x: a queue
-    """
-    return 0
-
-
-def unresolved(self, x: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Take x.
-
-    Args:
-        x: of a type that is not defined
-    """
-    return 0
+    method.__doc__, method.__annotations__ = docstring, {"return": int} | ({} if hint is None else {"x": hint})
+    return method
 
 
 @dataclass
 class Node:
     next: Node | None = None
-
-
-def recursive(self, x: list[Node]) -> int:
-    """Take x.
-
-    Args:
-        x: a list
-    """
-    return 0
 
 
 def many(self, *numbers: int) -> int:
@@ -289,10 +254,11 @@ async def later(self, x: int) -> int:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        (no_docstring, "it has no docstring"), (no_hint, "Argument x is missing a type hint"),
-        (no_description, "no description for the argument 'x'"), (unresolved, "name 'Nowhere' is not defined"),
-        (unknown_type, r"\(Queue is not a type that a model can write, which are int, .*, dataclasses and TypedDict\)"),
-        (recursive, r"\(the class Node contains itself\)"), (many, "name every argument"),
+        (taking(int, None), "it has no docstring"), (taking(None), "Argument x is missing a type hint"),
+        (taking(int, "Take x."), "no description for the argument 'x'"),
+        (taking("Nowhere"), "name 'Nowhere' is not defined"),
+        (taking(asyncio.Queue), r"\(Queue is not a type that a model can write, which are int, .* and TypedDict\)"),
+        (taking(list[Node]), r"\(the class Node contains itself\)"), (many, "name every argument"),
         (later, "make it an ordinary method"),
     ],
 )  # fmt: skip
@@ -389,13 +355,6 @@ def test_a_mistake_of_the_model_is_answered(name: str, arguments: dict[str, Any]
 def test_a_failure_of_the_tool_is_raised() -> None:
     with pytest.raises(KeyError):
         called("fail", kind="tool")
-
-
-def test_checking_and_running_are_separate_so_that_a_worker_needs_no_schemas() -> None:
-    call = check_call(TOOLS, ToolCall("ring", {"loud": False}))
-    assert run_tool(SHOP, call) == "false"
-    with pytest.raises(ToolError):
-        check_call(TOOLS, ToolCall("ring", {}))
 
 
 @pytest.mark.parametrize(

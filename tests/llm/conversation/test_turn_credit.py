@@ -11,8 +11,8 @@ from covey.config.common import ConfigError
 from covey.core.baselines import group_centered
 from covey.data import EndReason, Group, Start, collate
 from covey.experiment.problem import build_problem, build_rollout_kind
-from covey.llm.conversation.conversation import Conversation, Limits
 from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.sampler import Conversation, Limits
 from covey.llm.conversation.styles import Style
 from covey.llm.generation.generator import Completion
 from covey.llm.grader import build_grader

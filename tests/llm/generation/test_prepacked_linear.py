@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from covey.llm.generation.packed_layers import PackedLinear, PackedLinears
+from covey.llm.generation.decoder import PackedLinear, PackedLinears
 from helpers.tiny_models import tiny_model
 
 

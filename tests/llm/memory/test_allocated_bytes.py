@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from covey.config import RunConfig, SamplingConfig
 from covey.llm.generation import local_generator, native_decoder, shared_prefix_decoder, token_sampling
 from covey.llm.generation.backend import find_kernels
-from covey.llm.generation.decoder import token_bytes
+from covey.llm.generation.decoder import PackedLinears, token_bytes
 from covey.llm.generation.native_decoder import NativeDecoder
-from covey.llm.generation.packed_layers import PackedLinears
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
 from covey.llm.memory.estimate import predict

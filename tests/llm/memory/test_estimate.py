@@ -237,8 +237,8 @@ def test_without_kernels_the_keys_of_the_rows_that_stay_are_copied() -> None:
 
 
 def test_a_cpu_decodes_with_a_packed_copy_of_the_weights() -> None:
+    from covey.llm.generation.decoder import PackedLinear, PackedLinears
     from covey.llm.generation.native_decoder import PackedStack, TiledStack
-    from covey.llm.generation.packed_layers import PackedLinear, PackedLinears
     from covey.llm.model.architecture import is_llama_like
     from covey.llm.native.bindings import kernels_for
 

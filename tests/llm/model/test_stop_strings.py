@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from covey.data import EndReason, Start
-from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.local_generator import Engine, LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import StopStrings, stop_strings
 from covey.llm.policy import LanguagePolicy

@@ -20,6 +20,7 @@ import torch
 from covey.config import RunError, SamplerLost
 from covey.llm.generation.generator import (
     Completion,
+    Continuation,
     FailureReason,
     GenerationFailure,
     GenerationRequest,
@@ -27,11 +28,9 @@ from covey.llm.generation.generator import (
     RandomKey,
 )
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.turns import Continuation
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client
-from covey.llm.remote.fleet import Fleet
+from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport, Transport, private_folders

@@ -159,40 +159,31 @@ def test_a_request_is_read_or_refused(changes: dict[str, Any]) -> None:
         return
 
 
-def test_a_request_is_read_as_it_was_written():
-    body = wire.request_body(REQUEST, "run-7", covey=True)
-    assert read_request(body) == REQUEST
-    for key in (RandomKey(1, 2, 3, 4, 5, 6), RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)):
-        request = GenerationRequest((1,), 2, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
-        assert read_request(wire.request_body(request, "run-7", covey=True)) == request
+LAST_WORDS = RandomKey(1, 2, 3, 0, 0, 2**32 - 4)
 
 
-def test_a_turn_of_a_conversation_is_named_to_the_server():
-    turn = replace(REQUEST, settings=replace(SETTINGS, continues=True))
-    body = wire.request_body(turn, "run-7", covey=True)
-    assert read_request(body) == turn
-    body["covey"]["continues"] = 1
-    with pytest.raises(BadJson, match="continues must be true or false"):
-        read_request(body)
-
-
-def test_a_minimum_length_is_named_to_coveys_server_alone():
-    least = replace(REQUEST, settings=replace(SETTINGS, truncation=Truncation(min_new_tokens=3)))
-    body = wire.request_body(least, "run-7", covey=True)
-    assert read_request(body) == least
-    assert "min_tokens" not in wire.request_body(REQUEST, "run-7", covey=True)["sampling_params"]
-    body["sampling_params"]["min_tokens"] = -1
-    with pytest.raises(BadJson, match=r"sampling_params\.min_tokens"):
-        read_request(body)
-
-
-def test_positions_of_random_numbers_that_are_no_words_are_refused():
-    key = RandomKey(1, 2, 3, 0, 0, 2**32 - 9)
-    request = GenerationRequest((1,), 1, key, GenerationSettings(9, 0.0, frozenset({3}), 7, shared_prefix=0))
-    body = wire.request_body(request, "run-7", covey=True)
-    assert read_request(body) == request
-    body["covey"]["first_position"] += 1
-    with pytest.raises(BadJson, match="first_position must be at most"):
+@pytest.mark.parametrize(
+    ("request_", "place", "wrong", "named"),
+    [
+        (REQUEST, ("covey", "shared_prefix"), 2, "shared_prefix must be at most 1"),
+        (replace(REQUEST, key=RandomKey(1, 2, 3, 4, 5, 6)), ("covey", "seed"), 2**32, "seed"),
+        (replace(REQUEST, key=RandomKey(2**32 - 1, 0, 0, 2**32 - 2, 0)), ("covey", "first_rollout"), 2**32 - 1,
+         "first_rollout must be at most"),
+        (replace(REQUEST, key=LAST_WORDS), ("covey", "first_position"), 2**32 - 3, "first_position must be at most"),
+        (replace(REQUEST, settings=replace(SETTINGS, continues=True)), ("covey", "continues"), 1,
+         "continues must be true or false"),
+        (replace(REQUEST, settings=replace(SETTINGS, truncation=Truncation(min_new_tokens=3))),
+         ("sampling_params", "min_tokens"), -1, r"sampling_params\.min_tokens"),
+    ],
+)  # fmt: skip
+def test_a_request_is_read_as_it_was_written(
+    request_: GenerationRequest, place: tuple[str, str], wrong: Any, named: str
+) -> None:
+    body = wire.request_body(request_, "run-7", covey=True)
+    assert read_request(body) == request_
+    assert ("min_tokens" in body["sampling_params"]) == bool(request_.settings.truncation.min_new_tokens)
+    body[place[0]][place[1]] = wrong
+    with pytest.raises(BadJson, match=named):
         read_request(body)
 
 

@@ -295,7 +295,7 @@ def test_the_command_writes_data_to_train_on(tmp_path: Path) -> None:
 
     refused("the file is there already", *words, "--output", "hard.jsonl")
     refused("at most 256", *words, "--output", "x.jsonl", "--continuations", "257")
-    refused("--prompts must be at least 1", *words, "--output", "x.jsonl", "--prompts", "0")
+    refused("--prompts: must be at least 1", *words, "--output", "x.jsonl", "--prompts", "0")
     refused("is a recipe for control", "reward-model", "label", "cartpole_grpo", "--output", "x.jsonl")
     refused("are required: --output", "reward-model", "label", "process_grpo")
     assert not (tmp_path / "x.jsonl").exists()

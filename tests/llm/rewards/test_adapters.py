@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.config import ConfigError, RewardConfig
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import EndReason, Group, Rollout
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.reward_call import adapted
 from covey.llm.rewards.runner import RewardPool
 from covey.llm.tasks import PromptDataset
+from helpers.graded import all_rewards as rewards_of
+from helpers.graded import asked
 
 # The examples have the shapes that verl's and verifiers' documentation show.
 FUNCTIONS = """
@@ -67,6 +70,7 @@ FUNCTIONS = """
         return [float(a == c[-1]["content"]) for a, c in zip(answer, completions)]
 """
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
+group = partial(asked, prompt=PROMPT)
 
 
 @pytest.fixture
@@ -95,17 +99,6 @@ def build(request: pytest.FixtureRequest, file: Path):
     yield make
     for one in graders:
         one.close()
-
-
-def group(*texts: str, prompt: Any = PROMPT, **columns: Any) -> Group:
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=0, prompt=prompt, columns=columns), rollouts)
-
-
-def rewards_of(groups: list[Group]) -> list[float | None]:
-    return [rollout.reward for one in groups for rollout in one.rollouts]
 
 
 ROW = {

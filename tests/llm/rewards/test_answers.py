@@ -55,13 +55,22 @@ def wrong(judge):
     return [row for row in given if row[0] != row[1]]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("judge", ["numeric", "math"])
-def test_at_most_one_percent_of_each_verdict_is_wrong(judge):
-    decided = Counter(row[JUDGES[judge][0]] for row in rows())
-    mistakes = wrong(judge)
-    counts = Counter(row[0] for row in mistakes)
-    assert all(counts[verdict] <= decided[verdict] // 100 for verdict in decided), mistakes
+# Right, but neither reads them as right.
+MISREAD = {
+    ("72", "The answer is 72, or six dozen."),
+    ("2.5", "two and a half, 2.5"),
+    ("36", "So, it takes 36 minutes for 2 people."),
+    ("72", "x = 72. So the answer is x."),
+    ("5", "He has five apples left."),
+    ("12", "12 is the smallest number with 6 divisors."),
+    ("12", ">>> 12"),
+    ("0.25", "The probability is 1 in 4."),
+}
+
+
+@pytest.mark.parametrize("judge", ["numeric", pytest.param("math", marks=pytest.mark.slow)])
+def test_every_verdict_is_the_decided_one_but_for_eight_right_answers(judge):
+    assert {(decided, given, *rest) for decided, given, *rest in wrong(judge)} == {("1", "0", *row) for row in MISREAD}
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ from covey.config import ConfigError, RewardConfig
 from covey.config.recipe import read_recipe
 from covey.config.rewards import check_reward
 from covey.config.servers import is_this_machine
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import Group, Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache, ScoreReader, UnreadableReply
+from helpers.graded import all_rewards as rewards_of
+from helpers.graded import asked as group
 from helpers.judge_server import Asked, JudgeServer
 
 TOKEN = "tok-5d41402abc4b2a76"
@@ -187,17 +189,6 @@ def build(tmp_path: Path):
     yield make
     for one in graders:
         one.close()
-
-
-def group(*texts: str, prompt: Any = "p", **columns: Any) -> Group:
-    rollouts = [
-        Rollout(context=(), actions=[1], behavior_logprobs=[0.0], end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index=0, prompt=prompt, columns=columns), rollouts)
-
-
-def rewards_of(groups: list[Group]) -> list[float | None]:
-    return [rollout.reward for one in groups for rollout in one.rollouts]
 
 
 def errors_of(grader: RewardGrader, groups: list[Group]) -> list[str]:

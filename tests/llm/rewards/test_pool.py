@@ -11,10 +11,12 @@ import pytest
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.rewards import check_reward
-from covey.data import EndReason, Group, Rollout, Start
+from covey.data import Start
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.runner import RewardPool
 from covey.runtime.worker.process import CallError, CallTimeout
+from helpers.graded import asked as group
+from helpers.graded import rewards_of
 from helpers.run_helpers import covey, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
@@ -83,17 +85,6 @@ def grader(file: Path) -> Iterator[Callable[..., RewardGrader]]:
 
 def completions(*texts: str) -> dict[str, list[str]]:
     return {"prompts": ["p"] * len(texts), "completions": list(texts)}
-
-
-def group(*texts: str, index: int = 0) -> Group:
-    rollouts = [
-        Rollout(context=(), actions=(1,), behavior_logprobs=(0.0,), end=EndReason.STOP, text=text) for text in texts
-    ]
-    return Group(Start(index, "p"), rollouts)
-
-
-def rewards_of(groups: list[Group]) -> list[list[float | None]]:
-    return [[rollout.reward for rollout in group.rollouts] for group in groups]
 
 
 def is_running(process: int) -> bool:

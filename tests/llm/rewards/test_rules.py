@@ -22,7 +22,6 @@ from covey.llm.rewards.rules import (
     exact,
     format_match,
     length_penalty,
-    overlong,
     repetition_penalty,
     script_share,
     tagged_parts,
@@ -114,11 +113,6 @@ def penalties(lengths: list[int], *, target: int = 10, limit: int = 20, **how: A
     return length_penalty([""] * len(ids), ids, length_target=target, length_limit=limit, **options)
 
 
-def late(lengths: list[int]) -> list[float]:
-    """The term `overlong` of completions of these lengths, of which the last 4 tokens of 20 cost."""
-    return overlong([[0] * length for length in lengths], max_new_tokens=20, overlong_tokens=4)
-
-
 @pytest.mark.parametrize(
     ("penalty", "lengths", "values"),
     [
@@ -130,7 +124,6 @@ def late(lengths: list[int]) -> list[float]:
             [-(1 - math.cos(0.2 * math.pi)) / 2, -(1 + math.cos(0.2 * math.pi)) / 2],
         ),
         (partial(penalties, length_both_sides=True), [0, 5, 8, 10, 12, 30], [-1, -0.5, -0.2, 0, -0.2, -1]),
-        (late, [1, 15, 16, 17, 18, 19, 20], [0, 0, 0, -0.25, -0.5, -0.75, -1]),
     ],
 )
 def test_lengths_by_hand(penalty: Any, lengths: list[int], values: list[float]) -> None:
@@ -224,14 +217,6 @@ def test_words_ignore_case_and_white_space():
     assert repetition_penalty(["abab"], [[]], unit="characters", ngram_size=2) == pytest.approx([-1 / 3])
 
 
-@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 140))
-def test_linear_is_dapos_penalty_where_that_is_defined(length, tokens, free):
-    """DAPO's L is the limit here, and its L - C the target."""
-    most = free + tokens
-    expected = overlong([[0] * min(length, most)], max_new_tokens=most, overlong_tokens=tokens)
-    assert penalties([length], target=free, limit=most) == pytest.approx(expected)
-
-
 def test_units():
     for unit, value in [("tokens", -0.2), ("words", -0.4), ("characters", -1.0)]:
         config = RewardConfig(name="length", length_limit=10, unit=unit)
@@ -251,12 +236,6 @@ def test_a_target_that_no_completion_exceeds_is_refused():
 
 
 # ---- the run's own term: completions that come near the token limit cost something ----
-
-
-def test_overlong_as_in_the_paper():
-    """Section 4.1: at most 20,480 tokens, of which the last 4,096 cost."""
-    ids = [range(16384), range(16384 + 1024), range(20480)]
-    assert overlong(ids, max_new_tokens=20480, overlong_tokens=4096) == [0, -0.25, -1]
 
 
 def graded_with_overlong(own: list[Any], lengths: list[int]) -> Group:
@@ -300,11 +279,10 @@ def test_a_config_adds_it_where_it_is_asked_for():
 
 def test_a_fifth_of_the_limit_is_dapos_default():
     options = problem(algorithm="dapo", sampling=SamplingConfig(max_new_tokens=64)).grader.rewards[-1].options
-    assert options == {"max_new_tokens": 64, "overlong_tokens": 13}
+    assert (options["length_target"], options["length_limit"]) == (64 - 13, 64)
 
 
 def test_the_dry_run_does_not_take_the_term_for_a_reward():
     grader = build_grader([lambda completions, **_: [None] * len(completions)], (), [WeightedReward.overlong(10, 5)])
     with pytest.raises(ConfigError, match=r"reward '<lambda>' returned None"):
         grader.check([Start(0, "1 + 1"), Start(1, "2 + 2")])
-    assert math.isfinite(overlong([[1]], max_new_tokens=1, overlong_tokens=1)[0])

@@ -48,11 +48,6 @@ def test_step_by_step_and_afterwards_are_the_same():
     assert said[0].first_step == said[0].last_step == 30, "at the first step that is checked with a median of 0.15"
 
 
-def test_a_finding_names_its_first_and_last_step():
-    (finding,) = diagnose(SICK, CONFIG)
-    assert (finding.first_step, finding.last_step) == (30, 40)
-
-
 def test_it_is_checked_every_few_steps_and_at_the_end():
     steps = 2 * STRIDE + 2
     (finding,) = diagnose(records(steps, kl__behavior=lambda step: 0.2 if step > STRIDE - 2 else 0.0), CONFIG)

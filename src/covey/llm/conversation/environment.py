@@ -101,25 +101,14 @@ def check_options(kind: Callable[..., Any], options: Mapping[str, Any]) -> None:
         signature = inspect.signature(kind)
     except (TypeError, ValueError):  # a class in C
         return
-    parameters = signature.parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind not in _ANY]
-    unknown = [name for name in options if name not in names]
-    known = f"its options are {', '.join(names) or 'none'}"
-    if unknown and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        raise WrongEnvironment(f"conversation.options: there is no option {unknown[0]!r}; {known}")
-    missing = [
-        parameter.name for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind not in _ANY and parameter.name not in options
-    ]  # fmt: skip
-    if missing:
-        raise WrongEnvironment(
-            f"conversation.options: missing a required argument: {missing[0]!r}; {known}: give it a default value, set "
-            f'options = ["{missing[0]} = ..."], or in Python use functools.partial'
-        )
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise WrongEnvironment(f"conversation.options: {error}; {known}") from None
+        names = [parameter.name for parameter in signature.parameters.values() if parameter.kind not in _ANY]
+        raise WrongEnvironment(
+            f"conversation.options: {error}; its options are {', '.join(names) or 'none'}: give each a default value, "
+            'set options = ["NAME = VALUE"], or in Python use functools.partial'
+        ) from None
 
 
 def check_methods(environment: Any) -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -27,37 +26,14 @@ from covey.llm.conversation.environment import WrongEnvironment, style_of
 from covey.llm.conversation.tools import describe_tools
 from covey.runtime.worker.child import one_line
 from covey.runtime.worker.process import CallError
-from covey.runtime.worker.sessions import Sessions
+from covey.runtime.worker.sessions import Session, Sessions
 
 LOAD_LEAST_SECONDS = 60.0  # to import a file of environments, or to prepare an adapter
 Reply = dict[str, Any]
 
 
-class Session(Protocol):
-    """The environment of one conversation."""
-
-    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Future[Reply]:
-        """The reply to a request of `HostedEnvironment`; the future raises CallError. One at a time.
-
-        `seconds` overrides the default deadline.
-        """
-
-    def close(self) -> None:
-        """End the environment."""
-
-
-class Environments(Protocol):
-    """Source of environments."""
-
-    def open(self, seed: int) -> Session:
-        """A new environment. Global random generators of its process are seeded."""
-
-    def close(self) -> None:
-        """End all environments."""
-
-
 class EnvironmentProcesses:
-    """Environments of one class, each in a process; implements `Environments`."""
+    """Environments of one class, each in a process."""
 
     def __init__(
         self,
@@ -78,18 +54,16 @@ class EnvironmentProcesses:
             path: `sys.path` of the process; empty: that of `search_path`.
         """
         self.name, self.timeout_seconds = name, timeout_seconds
-
-        def setup() -> Reply:
-            return {
-                "load": name,
-                "path": [*path] or search_path(name),
-                "reply_characters": reply_characters,
-                "options": dict(options or {}),
-                "copied": base64.b64encode(copied or b"").decode(),
-            }
-
-        seconds = max(timeout_seconds, LOAD_LEAST_SECONDS)
-        self._sessions = Sessions(service, setup, timeout_seconds, seconds, field="conversation.timeout_seconds")
+        setup = {
+            "load": name,
+            "reply_characters": reply_characters,
+            "options": dict(options or {}),
+            "copied": base64.b64encode(copied or b"").decode(),
+        }
+        self._sessions = Sessions(
+            service, lambda: setup | {"path": [*path] or search_path(name)}, timeout_seconds,
+            max(timeout_seconds, LOAD_LEAST_SECONDS), field="conversation.timeout_seconds",
+        )  # fmt: skip
 
     def start(self) -> None:
         """Start the worker, which imports the class.
@@ -101,10 +75,12 @@ class EnvironmentProcesses:
             self._sessions.start()
 
     def open(self, seed: int) -> Session:
+        """The environment of one conversation; global random generators of its process are seeded."""
         with self._loading():
             return self._sessions.open(seed)
 
     def close(self) -> None:
+        """End all environments."""
         self._sessions.close()
 
     @contextmanager

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from covey.data import Group, Start
-from covey.llm.conversation.conversation import Conversation, Limits, first_messages
-from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.processes import Environments, Reply
+from covey.config import ConfigError
+from covey.data import EndReason, Group, Rollout, Start
+from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.processes import EnvironmentProcesses, Reply
+from covey.llm.conversation.styles import Answer, Style
 from covey.llm.data.rows import stable_hash
-from covey.llm.generation.generator import Completion, FailureReason, GenerationFailure, GenerationRequest
+from covey.llm.generation.generator import (
+    Completion,
+    Continuation,
+    FailureReason,
+    GenerationFailure,
+    GenerationRequest,
+    TurnGenerator,
+)
 from covey.llm.model.chat import Message
 from covey.llm.sampler import GivenPrompt, LanguageSampler, completions_of
+from covey.runtime.worker.child import one_line
+from covey.runtime.worker.process import CallError
+from covey.runtime.worker.sessions import Session
 
-if TYPE_CHECKING:
-    from covey.llm.conversation.styles import Style
-    from covey.llm.generation.turns import Continuation, TurnGenerator
+FAILED = "its environment failed: "
 
 
 @dataclass
@@ -31,7 +40,7 @@ class ConversationSampler(LanguageSampler):
     seed of the global random generators, a function of (seed, step, start).
     """
 
-    environments: Environments = None  # type: ignore[assignment]  # the fields before it have defaults
+    environments: EnvironmentProcesses = None  # type: ignore[assignment]  # the fields before it have defaults
     style: Style = None  # type: ignore[assignment]
     turns: int = 8
     total_tokens: int = 512  # of a conversation after its prompt
@@ -45,8 +54,8 @@ class ConversationSampler(LanguageSampler):
         """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""
         limits = Limits(self.turns, self.max_new_tokens, self.total_tokens)
         opened = [
-            [Conversation(self._open(start, step), self.style, self.encoder, limits) for _ in range(group_size)]
-            for start in starts
+            [Conversation(self.environments.open(seed), self.style, self.encoder, limits) for _ in range(group_size)]
+            for seed in (environment_seed(self.seed, step, start.index) for start in starts)
         ]
         every = [conversation for conversations in opened for conversation in conversations]
         try:
@@ -76,9 +85,6 @@ class ConversationSampler(LanguageSampler):
     def truncated(self, groups: Sequence[Group], max_new_tokens: int) -> list[Group]:
         """The groups themselves: conversations are evaluated at their own limits only."""
         return list(groups)
-
-    def _open(self, start: Start, step: int) -> Any:
-        return self.environments.open(environment_seed(self.seed, step, start.index))
 
     def _reset(self, starts: Sequence[Start], opened: Sequence[Sequence[Conversation]]) -> None:
         """Reset all environments. One that fails has the prompt of a sibling, so that its rollout has tokens."""
@@ -164,3 +170,159 @@ def environment_seed(seed: int, step: int, index: int) -> int:
     Held-out starts, of step 0, have the same environments for every seed of a run.
     """
     return stable_hash("environment", seed if step else 0, step, index) % 2**63
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of every conversation."""
+
+    turns: int
+    turn_tokens: int  # of one turn
+    tokens: int  # of all turns and replies
+
+    @property
+    def first_turn(self) -> int:
+        return min(self.turn_tokens, self.tokens)
+
+
+class Conversation:
+    """One rollout. After each turn of the model, `answer` asks the environment for what follows.
+
+    If the environment fails, the conversation ends, and `failure` has the reason.
+    """
+
+    def __init__(self, session: Session, style: Style, encoder: ConversationEncoder, limits: Limits) -> None:
+        self.session, self.style, self.encoder, self.limits = session, style, encoder, limits
+        self.prompt: list[Message] = []
+        self.messages: list[dict[str, Any]] = []
+        self.turn_rewards: list[float] = []
+        self.failure = ""
+        self.observation = ""  # the first one
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._decided: list[bool] = []
+        self._turn_ends: list[int] = []  # last decision of each turn
+        self._between: tuple[int, ...] = ()  # what follows the last turn, if the model goes on
+        self._end = EndReason.LENGTH
+        self._version = 0
+        self._attributes: Mapping[str, Any] = {}
+
+    def begin(self, prompt: str | Sequence[Message], reset: Future[Reply]) -> None:
+        """Set the prompt, after which the first observation follows."""
+        try:
+            self.observation = reset.result()["text"] or ""
+        except CallError as error:
+            self.failure = f"{FAILED}{error}"
+        self.prompt = first_messages(prompt, self.observation)
+
+    def answer(self, completion: Completion) -> Future[Continuation | None]:
+        """Add a turn of the model, and ask for what follows; None if the conversation is over."""
+        answered: Future[Continuation | None] = Future()
+        self._add(completion)
+        if self.failure:
+            answered.set_result(None)
+            return answered
+        ended = completion.tokens[-1] in self.encoder.chat.end_ids  # else by its limit, or by a stop string
+        control = completion.tokens[-1] in self.encoder.control_ids  # as a stop string may be
+        turn = self.style.read(completion.tokens[:-1] if ended or control else completion.tokens)
+        self.messages.append(turn.message)
+        self.turn_rewards.append(0.0)
+
+        def take(reply: Future[Reply]) -> None:
+            try:
+                follows = self._continue(self.style.take(turn, reply.result()), completion, ended=ended)
+            except CallError as error:
+                follows, self.failure = None, f"{FAILED}{error}"
+            except Exception as error:  # in the thread of the environments, where nobody would see it
+                known = isinstance(error, (ReplyNotEncodable, ConfigError))
+                follows, self.failure = None, f"a reply of its environment {error if known else one_line(error)}"
+            answered.set_result(follows)
+
+        if turn.request is None:
+            nothing: Future[Reply] = Future()
+            nothing.set_result({})
+            take(nothing)
+        else:
+            self.session.ask(turn.request).add_done_callback(take)
+        return answered
+
+    def finish(self, end: Future[Reply]) -> None:
+        """Take the environment's attributes, and its own reward if it is paid at the end."""
+        try:
+            reply = end.result()
+        except CallError as error:
+            self.failure = self.failure or f"{FAILED}{error}"
+            return
+        self._attributes = reply["attributes"]
+        if reply["reward"] is not None and self.turn_rewards:
+            self.turn_rewards[-1] += reply["reward"]
+
+    def rollout(self, context: tuple[int, ...]) -> Rollout:
+        """The sampled conversation; `context` are the tokens of its prompt."""
+        return Rollout(
+            context=context,
+            actions=self._tokens,
+            behavior_logprobs=self._logprobs,
+            end=EndReason.CUT if self.failure else self._end,
+            text=transcript(self.messages),
+            decided=self._decided,
+            messages=self.messages,
+            observation=self.observation,
+            turn_rewards=self.turn_rewards,
+            step_ends=self._turn_ends,
+            environment=self._attributes,
+            failure=self.failure,
+            version=self._version,
+        )
+
+    def _add(self, completion: Completion) -> None:
+        before = len(self._between)
+        self._tokens += [*self._between, *completion.tokens]
+        self._logprobs += [0.0] * before + completion.logprobs
+        self._decided += [False] * before + [True] * len(completion.tokens)
+        self._turn_ends.append(len(self._tokens) - 1)
+        self._between, self._version = (), completion.version
+
+    def _continue(self, answer: Answer, completion: Completion, *, ended: bool) -> Continuation | None:
+        self.turn_rewards[-1] = answer.reward
+        self.messages += answer.replies
+        if answer.done or not answer.replies:
+            self._end = EndReason.TERMINATED if answer.done else completion.end
+            return None
+        if len(self.turn_rewards) >= self.limits.turns:
+            return None
+        between = self.encoder.after_turn(answer.replies, ended=ended)
+        last = completion.tokens[-1]
+        if between[:1] == (last,) and last in self.encoder.control_ids:  # the turn ended with it: by a stop string
+            between = between[1:]
+        left = self.limits.tokens - len(self._tokens) - len(between)
+        if left < 1:
+            return None
+        self._between = between
+        return Continuation(between, min(left, self.limits.turn_tokens))
+
+
+def first_messages(prompt: str | Sequence[Message], observation: str) -> list[Message]:
+    """The messages with which a conversation begins: the prompt, whose last text the first observation follows."""
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not observation:
+        return messages
+    last = messages[-1]
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": observation}]
+    text = f"{last['content']}\n\n{observation}" if last["content"] else observation
+    return [*messages[:-1], {**last, "content": text}]
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """The messages as text for people: the model's turns as they are, others after their role."""
+    parts = []
+    for message in messages:
+        role, content = message["role"], str(message["content"])
+        calls = [
+            f"{call['function']['name']}({', '.join(f'{k}={v!r}' for k, v in call['function']['arguments'].items())})"
+            for call in message.get("tool_calls", ())
+        ]
+        text = "\n".join([content, *calls] if content or not calls else calls)
+        parts.append(text if role == "assistant" else f"[{role}] {text}")
+    return "\n".join(parts)

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 DEFAULT_ID = "000000000"  # of a call without one; Mistral's templates accept only nine letters and digits
-FORMATS = ("hermes", "smollm", "qwen_xml", "llama3", "mistral", "fenced")
 MOST_CALLS = 64  # in one turn; further ones are not read
 
 
@@ -68,7 +67,7 @@ class ParsedTurn:
 def find_format(template: str | None) -> str:
     """The format of the calls that a chat template shows to the model; `fenced` if it shows none that is known.
 
-    A model whose format is `fenced` is told of its tools by `tool_prompt.with_tools`.
+    A model whose format is `fenced` is told of its tools by `styles.with_tools`.
     """
     text = template or ""
     if "<tool_call>" in text:
@@ -109,33 +108,12 @@ def given_calls(message: Mapping[str, Any]) -> list[ToolCall]:
 
 def write_calls(calls: Sequence[ToolCall], format: str) -> str:
     """The text of calls as a model with this format writes them, for examples."""
-    arguments = "parameters" if format == "llama3" else "arguments"
-    objects = [_json({"name": call.name, arguments: call.arguments}) for call in calls]
-    match format:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
-        case "smollm":
-            return f"<tool_call>[{', '.join(objects)}]</tool_call>"
-        case "qwen_xml":
-            return "\n".join(map(_xml_call, calls))
-        case "llama3":
-            return "; ".join(objects)
-        case "mistral":
-            return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls)
-        case _:
-            return "\n".join(f"```tool\n{text}\n```" for text in objects)
+    form = _FORMATS[format]
+    return form.turn.format(form.between.join(form.call.format(form.write(call)) for call in calls))
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _xml_call(call: ToolCall) -> str:
-    parameters = [
-        f"<parameter={name}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
-        for name, value in call.arguments.items()
-    ]
-    return f"<tool_call>\n<function={call.name}>\n{''.join(parameters)}</function>\n</tool_call>"
 
 
 class RawText(str):
@@ -224,23 +202,17 @@ def _no_constant(text: str) -> Any:
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _SPACE, _SPACE_TO_END = re.compile(r"\s*"), re.compile(r"\s*\Z")
-_TAG, _END_TAG = re.compile("<tool_call>"), re.compile("</tool_call>")
-_FENCE, _END_FENCE = re.compile(r"^ {0,3}```tool[ \t]*$\n?", re.MULTILINE), re.compile(r"```")
 _THOUGHT_END = "</think>"
 _LLAMA_CALL = re.compile(r'\s*+(<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function|parameters|arguments)"\s*:)')
 _PYTHON_TAG, _SEMICOLON, _END = re.compile(r"<\|python_tag\|>"), re.compile(";"), re.compile(r"\Z")
-_TOOL_CALLS, _NAME = (
-    re.compile(r"\[TOOL_CALLS\]"),
-    re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\]([^\s\[\]{}]*))?\s*\[ARGS\]"),
-)
-_NEXT_MISTRAL = re.compile(r"(?=\[TOOL_CALLS\])|\Z")
+_NAME = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\]([^\s\[\]{}]*))?\s*\[ARGS\]")
 _FUNCTION, _END_FUNCTION = re.compile(r"<function=([^<>\n]+)>"), re.compile("</function>")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(?:\n)?(.*?)(?:\n)?</parameter>", re.DOTALL)
 
 
 def _read(text: str, begin: int, format: str) -> _Reader:
     reader = _Reader(text[begin:], format)
-    _READERS[format](reader)
+    _FORMATS[format].read(reader)
     return reader
 
 
@@ -277,28 +249,6 @@ def _arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def _read_marked(begin: re.Pattern[str], end: re.Pattern[str], take: _Take, reader: _Reader) -> None:
-    """Take all calls between two marks."""
-    while reader.skip_to(begin):
-        reader.take_call(end, lambda: take(reader))
-
-
-def _read_llama(reader: _Reader) -> None:
-    found = _LLAMA_CALL.match(reader.text)
-    if not found:
-        if reader.skip_to(_PYTHON_TAG):
-            reader.take_call(_END, reader.take_objects)
-        return
-    reader.place = found.end()
-
-    def objects() -> Iterable[ToolCall]:
-        yield from reader.take_objects()
-        while reader.take(_SEMICOLON):
-            yield from reader.take_objects()
-
-    reader.take_call(_END, objects)
-
-
 def _take_mistral(reader: _Reader) -> list[ToolCall]:
     named = reader.take(_NAME)
     return [ToolCall(named[1], _arguments(reader.take_json()), named[2] or None)] if named else reader.take_objects()
@@ -315,12 +265,66 @@ def _take_xml(reader: _Reader) -> list[ToolCall]:
     return [ToolCall(named[1].strip(), arguments)]
 
 
-_READERS: Mapping[str, Callable[[_Reader], None]] = {
-    "hermes": partial(_read_marked, _TAG, _END_TAG, _Reader.take_objects),
-    "smollm": partial(_read_marked, _TAG, _END_TAG, _Reader.take_objects),
-    "qwen_xml": partial(_read_marked, _TAG, _END_TAG, _take_xml),
-    "llama3": _read_llama,
-    "mistral": partial(_read_marked, _TOOL_CALLS, _NEXT_MISTRAL, _take_mistral),
-    "fenced": partial(_read_marked, _FENCE, _END_FENCE, _Reader.take_objects),
-}
+def _object(call: ToolCall, arguments: str = "arguments") -> str:
+    return _json({"name": call.name, arguments: call.arguments})
+
+
+def _xml(call: ToolCall) -> str:
+    parameters = [
+        f"<parameter={name}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+        for name, value in call.arguments.items()
+    ]
+    return f"<function={call.name}>\n{''.join(parameters)}</function>"
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How calls are written in a turn, and read: all between two marks."""
+
+    begin: re.Pattern[str] = re.compile("<tool_call>")
+    end: re.Pattern[str] = re.compile("</tool_call>")
+    take: _Take = _Reader.take_objects
+    write: Callable[[ToolCall], str] = _object
+    call: str = "<tool_call>\n{}\n</tool_call>"  # around each call
+    between: str = "\n"
+    turn: str = "{}"  # around all calls
+
+    def read(self, reader: _Reader) -> None:
+        while reader.skip_to(self.begin):
+            reader.take_call(self.end, lambda: self.take(reader))
+
+
+class _Llama(_Format):
+    """Calls that are the whole turn."""
+
+    def read(self, reader: _Reader) -> None:
+        found = _LLAMA_CALL.match(reader.text)
+        if not found:
+            if reader.skip_to(_PYTHON_TAG):
+                reader.take_call(_END, reader.take_objects)
+            return
+        reader.place = found.end()
+
+        def objects() -> Iterable[ToolCall]:
+            yield from reader.take_objects()
+            while reader.take(_SEMICOLON):
+                yield from reader.take_objects()
+
+        reader.take_call(_END, objects)
+
+
+_FORMATS = {
+    "hermes": _Format(),
+    "smollm": _Format(call="{}", between=", ", turn="<tool_call>[{}]</tool_call>"),
+    "qwen_xml": _Format(take=_take_xml, write=_xml),
+    "llama3": _Llama(write=partial(_object, arguments="parameters"), call="{}", between="; "),
+    "mistral": _Format(
+        re.compile(r"\[TOOL_CALLS\]"), re.compile(r"(?=\[TOOL_CALLS\])|\Z"), _take_mistral,
+        lambda call: f"{call.name}[ARGS]{_json(call.arguments)}", "[TOOL_CALLS]{}", "",
+    ),
+    "fenced": _Format(
+        re.compile(r"^ {0,3}```tool[ \t]*$\n?", re.MULTILINE), re.compile("```"), call="```tool\n{}\n```"
+    ),
+}  # fmt: skip
+FORMATS = tuple(_FORMATS)
 _EXAMPLES = {format: write_calls([ToolCall("NAME", {"ARGUMENT": "VALUE"})], format) for format in FORMATS}

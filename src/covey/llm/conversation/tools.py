@@ -15,22 +15,35 @@
 >>> call_tool(Dice(), ToolCall("roll", {"sides": "six"}))
 "Error: the argument 'sides' of roll must be an integer, and is a string"
 
+Types of arguments:
+
+| type hint | the model writes | the method gets |
+|---|---|---|
+| `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal` | the value | the value |
+| `list`, `tuple` | a list | a list, a tuple |
+| `dict` | an object with any keys | a dict |
+| a union | a value of one of the types | the value for the first type that it fits |
+| `Enum` | the value of a member | the member |
+| a dataclass or a TypedDict | an object with its fields | an object of the class |
+
 Only `describe_tools` imports transformers, so that the process of an environment starts quickly.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from enum import EnumType
+from types import NoneType, UnionType
+from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
 from covey.config import ConfigError
 from covey.llm.conversation.environment import NO_TOOLS
 from covey.llm.conversation.tool_calls import RawText, ToolCall
-from covey.llm.conversation.tool_types import hint_schema, mismatch, read_as, shown_name, typed
 
 ERROR = "Error: "  # begins every message about a mistake of the model
 
@@ -186,3 +199,191 @@ def text_of(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(result)
+
+
+def shown_name(name: str) -> str:
+    """A name that the model made up, short and in one line."""
+    return repr(name if len(name) <= 60 else name[:57] + "...")
+
+
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # as templates write them
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "string": ("a string", (str,)),
+    "integer": ("an integer", (int,)),
+    "number": ("a number", (int, float)),
+    "boolean": ("true or false", (bool,)),
+    "array": ("a list", (list,)),
+    "object": ("an object", (dict,)),
+    "null": ("null", (NoneType,)),
+}
+_KINDS = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    NoneType: "null",
+}
+
+
+def hint_schema(hint: Any, inside: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The JSON schema of a type hint, as transformers' `get_json_schema` writes it if it knows the type.
+
+    Args:
+        hint: as of `typing.get_type_hints`.
+        inside: the classes of whose fields it is one.
+
+    Raises:
+        TypeError: for a type that a model cannot write.
+    """
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is Any:
+        return {}
+    if origin is Literal or isinstance(hint, EnumType):
+        values = list(arguments) or [member.value for member in hint]
+        kinds = list(dict.fromkeys(_KINDS.get(type(value), "") for value in values))
+        if not values or not {*kinds} <= {"string", "integer", "number", "boolean", "null"}:
+            raise TypeError(f"{hint} has a value that is not a text, a number, a boolean or None")
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+    if origin in (Union, UnionType):
+        options = [hint_schema(option, inside) for option in arguments if option is not NoneType]
+        schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": options}
+        if len(options) > 1 and all(option.keys() == {"type"} and type(option["type"]) is str for option in options):
+            names = sorted({option["type"] for option in options})
+            schema = {"type": names if len(names) > 1 else names[0]}
+        return {**schema, "nullable": True} if NoneType in arguments else schema
+    if (fields := _fields(hint)) is not None:
+        if hint in inside:
+            raise TypeError(f"the class {hint.__name__} contains itself")
+        properties = {name: hint_schema(field, (*inside, hint)) for name, (field, _) in fields.items()}
+        required = [name for name, (_, needed) in fields.items() if needed]
+        schema = {"type": "object", "properties": properties, "required": required}
+        return {**schema, "additionalProperties": False}
+    if origin not in _KINDS:
+        raise TypeError(
+            f"{getattr(hint, '__qualname__', hint)} is not a type that a model can write, which are int, float, str, "
+            "bool, list, tuple, dict, Any, Literal, Enum, unions, dataclasses and TypedDict"
+        )
+    schema = {"type": _KINDS[origin]}
+    if (origin is list and arguments) or arguments[1:] == (...,):
+        schema["items"] = hint_schema(arguments[0], inside)
+    elif origin is tuple and arguments:
+        schema["prefixItems"] = [hint_schema(entry, inside) for entry in arguments]
+    elif origin is dict and arguments:
+        schema["additionalProperties"] = hint_schema(arguments[1], inside)
+    return schema
+
+
+def _fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
+    """Name -> type hint and whether it is required, of a dataclass or a TypedDict; None for another type."""
+    if not isinstance(hint, type):
+        return None
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return {
+            name: (
+                of.type if isinstance(of := hints[name], dataclasses.InitVar) else of,
+                given.default is given.empty,
+            )
+            for name, given in inspect.signature(hint).parameters.items()
+        }
+    if not issubclass(hint, dict) or not hasattr(hint, "__required_keys__"):
+        return None
+    hints, marked = get_type_hints(hint), get_type_hints(hint, include_extras=True)
+    marks = {name: get_origin(mark) for name, mark in marked.items()}  # __required_keys__ misses those in quotes
+    required = {name for name in hint.__required_keys__ if marks[name] is not NotRequired}
+    required |= {name for name, mark in marks.items() if mark is Required}
+    return {name: (of, name in required) for name, of in hints.items()}
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """A value that fits the schema of a type hint, as an object of its type. A number is as the model wrote it."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        option = next((option for option in arguments if not mismatch(value, hint_schema(option))), Any)
+        return typed(value, option)
+    if (fields := _fields(hint)) is not None:
+        return hint(**{name: typed(entry, fields[name][0]) for name, entry in value.items()})
+    if isinstance(hint, EnumType):
+        return next(member for member in list[Any](hint) if _is_equal(member.value, value))
+    if isinstance(value, list) and arguments:
+        entries = [arguments[0]] * len(value) if origin is list or arguments[1:] == (...,) else arguments
+        value = [typed(entry, of) for entry, of in zip(value, entries, strict=True)]
+    if isinstance(value, dict) and arguments:
+        return {key: typed(entry, arguments[1]) for key, entry in value.items()}
+    return tuple(value) if origin is tuple else value
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    return isinstance(value, _TYPES[kind][1]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON schema with the type of a value."""
+    return {"type": next(kind for kind in _TYPES if _is_of(value, kind))}
+
+
+def _kinds(schema: dict[str, Any]) -> list[str]:
+    """The types that a schema allows; empty for any. A type that JSON schemas do not have allows any value."""
+    given = schema.get("type") or []
+    kinds = given if isinstance(given, list) else [given]
+    if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
+        return []
+    return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
+
+
+def mismatch(value: Any, schema: dict[str, Any]) -> str:
+    """How a value differs from its schema, as the end of a sentence; empty if it does not.
+
+    Knows the keys that `hint_schema` writes; other keys allow any value.
+    """
+    if not isinstance(schema, dict):
+        return ""
+    if value is None and schema.get("nullable"):
+        return ""
+    if "anyOf" in schema:
+        each = [mismatch(value, option) for option in schema["anyOf"]]
+        return "" if "" in each else " or ".join(dict.fromkeys(each))
+    kinds = _kinds(schema)
+    if kinds and not any(_is_of(value, kind) for kind in kinds):
+        is_now = next(text for kind, (text, _) in _TYPES.items() if _is_of(value, kind))
+        return f"must be {' or '.join(_TYPES[kind][0] for kind in kinds)}, and is {is_now}"
+    if "enum" in schema and not any(_is_equal(value, option) for option in schema["enum"]):
+        return f"must be one of {', '.join(json.dumps(option, ensure_ascii=False) for option in schema['enum'])}"
+    parts: list[tuple[str, Any, dict[str, Any]]] = []  # place of an entry, the entry, its schema
+    if isinstance(value, list):
+        fixed = schema.get("prefixItems")
+        if fixed is not None and len(value) != len(fixed):
+            return f"must have {len(fixed)} entries, and has {len(value)}"
+        schemas = fixed if fixed is not None else [schema.get("items", {})] * len(value)
+        parts = [(f"entry {place + 1}", *both) for place, both in enumerate(zip(value, schemas, strict=True))]
+    elif isinstance(value, dict):
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties", {})
+        for key in schema.get("required") or ():
+            if key not in value:
+                return f"lacks the entry {shown_name(key)}"
+        unknown = [key for key in value if key not in known]
+        if unknown and others is False:
+            return f"has the unknown entry {shown_name(unknown[0])}; its entries are: {', '.join(known) or 'none'}"
+        parts = [(f"entry {shown_name(key)}", entry, known.get(key, others)) for key, entry in value.items()]
+    for where, entry, entry_schema in parts:
+        if wrong := mismatch(entry, entry_schema):
+            return f"has an {where} that {wrong}"
+    return ""
+
+
+def read_as(text: RawText, schema: dict[str, Any]) -> Any:
+    """A text of a format without types as the type of its schema, if it can be read so; otherwise the text."""
+    if not mismatch(str(text), schema):
+        return str(text)
+    plain = text.strip()
+    try:
+        return _PYTHON_CONSTANTS[plain] if plain in _PYTHON_CONSTANTS else json.loads(plain)
+    except (ValueError, RecursionError):
+        return str(text)

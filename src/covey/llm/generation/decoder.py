@@ -1,22 +1,31 @@
-"""The interface of decoders, and the prefill that two of them share.
+"""The interface of decoders, the prefill that two of them share, and layers with prepacked weights.
 
 A decoder takes prompts, each shared by the rows of a group, and returns the logits of every row's next token. The
 implementations are `NativeDecoder`, `SharedPrefixDecoder`, `CacheDecoder` and `FullForwardDecoder`; `backend.py`
 selects one.
 
-Shapes: S prompts, P longest prompt, R rows, K key-value heads, D head width, W hidden width, V vocabulary.
+Decoding multiplies few rows by every weight, so reading the weights takes much of its time. A copy that oneDNN has
+prepacked needs as much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has
+the current weights. The adapter of a layer is merged into its copy. With one token per row, the overhead of calling an
+operation is as large as its computation, and transformers calls 1.5 times as many operations as `LlamaLayers`. The
+residual stream is in fp32, as in the kernels.
+
+Shapes: S prompts, P longest prompt, R rows, H heads, K key-value heads, D head width, W hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.model.architecture import Heads
-from covey.llm.model.prefix_attention import PackedLayout, forward
+from covey.llm.model.architecture import Heads, LayerModules
+from covey.llm.model.lora import adapted_layers, base_of, joined_weights
+from covey.llm.model.prefix_attention import Layout, PackedLayout, forward
 
 
 class Decoder(Protocol):
@@ -71,3 +80,140 @@ class PrefillLayout(PackedLayout):
         assert layer == len(self.keys)
         self.keys.append(key_KSPD.contiguous())
         self.values.append(value_KSPD.contiguous())
+
+
+ROWS = 64  # number of rows for which oneDNN chooses the memory format; other numbers work too
+
+
+def packs(weight: Tensor) -> bool:
+    """True if oneDNN can prepack this weight on this processor."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Concatenated weights, merged with their adapters, and biases of linear layers with the same input."""
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return joined_weights(*layers), torch.cat(biases).detach() if biases else None
+
+
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """The layers whose weights decoding on a CPU copies, adapted ones as a whole."""
+    adapted = adapted_layers(module)
+    inside = {id(part) for layer in adapted.values() for part in layer.modules() if part is not layer}
+    linear = (part for part in module.modules() if type(base_of(part)) is nn.Linear and id(part) not in inside)
+    return list(linear)  # type: ignore[arg-type]
+
+
+def copy_bytes(weights: int, itemsize: int, device: str) -> int:
+    """Bytes of the prepacked copy of `weights` numbers of `itemsize` bytes; 0 if the device is not "cpu"."""
+    return weights * itemsize if device == "cpu" else 0
+
+
+class PackedLinear:
+    """x -> x W' + b for one or several linear layers with the same input; their outputs are concatenated."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        weight, self.bias = joined(*layers)
+        self.packs = packs(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.packs else weight
+
+    def __call__(self, x_RW: Tensor) -> Tensor:
+        if self.packs:
+            return torch.ops.mkldnn._linear_pointwise(x_RW, self.weight, self.bias, "none", [], "")
+        return nn.functional.linear(x_RW, self.weight, self.bias)
+
+
+class SeparateLinears:
+    """As `PackedLinear`, by the layers themselves, without a copy of their weights."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.layers = layers
+
+    def __call__(self, x_RW: Tensor) -> Tensor:
+        return torch.cat([layer(x_RW) for layer in self.layers], dim=1)
+
+
+class PackedLinears:
+    """Context manager in which the linear layers of a module use prepacked weights if possible."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.packed = {layer: PackedLinear(layer) for layer in linear_layers(module) if packs(layer.weight)}
+
+    def __enter__(self) -> None:
+        for layer, packed in self.packed.items():
+            layer.forward = packed  # type: ignore[assignment]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for layer in self.packed:
+            del layer.forward
+
+
+class PackedLayer:
+    """The modules of a layer, and its linear layers, by default with prepacked weights."""
+
+    def __init__(self, layer: Any, linear: type[PackedLinear | SeparateLinears] = PackedLinear) -> None:
+        self.modules = modules = LayerModules.of(layer)
+        self.qkv = linear(*modules.qkv)
+        self.output = linear(modules.output)
+        self.gate_up = linear(*modules.gate_up)
+        self.down = linear(modules.down)
+
+
+class LlamaLayers:
+    """All layers and the output layer. The layout computes attention and stores keys and values."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.base = cast(Any, module.base_model)  # with `embed_tokens`, `rotary_emb`, `layers` and `norm`
+        self.layers = [PackedLayer(layer) for layer in self.base.layers]
+        self.norm = self.base.norm.weight.detach()
+        self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
+        self.heads = Heads.of(module)
+        self.exact = torch.promote_types(module.dtype, torch.float32)
+        self.epsilon = torch.tensor(module.config.get_text_config().rms_norm_eps, dtype=self.exact)
+
+    def __call__(self, tokens_R: Tensor, positions_R: Tensor, layout: Layout) -> Tensor:
+        """logits_RV of the next tokens."""
+        residual_RW = self.base.embed_tokens(tokens_R).to(self.exact)
+        angles = self._angles(residual_RW, positions_R)
+        for number, layer in enumerate(self.layers):
+            normed_RW = self._normalise(residual_RW, layer.modules.input_norm)
+            query, key, value = self._queries_keys_values(layer, normed_RW, *angles)
+            attended_RHD = layout.attend(number, query, key, value, self.heads.width**-0.5)
+            residual_RW += layer.output(attended_RHD.flatten(1))
+            gate, up = layer.gate_up(self._normalise(residual_RW, layer.modules.inner_norm)).chunk(2, dim=1)
+            residual_RW += layer.down(F.silu(gate).mul_(up))
+        return self.head(self._normalise(residual_RW, self.norm))
+
+    def _angles(self, residual_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [R, 1, 2, D / 2] of the rotary embeddings (arXiv 2104.09864, eq. 34) for both halves of a
+        head. The sines of the first half are negated."""
+        angles = self.base.rotary_emb(residual_RW, positions_R[None])
+        cosine, sine = (part[0].to(self.norm.dtype).unflatten(1, (1, 2, -1)) for part in angles)
+        return cosine, torch.cat([-sine[:, :, :1], sine[:, :, 1:]], dim=2)
+
+    def _queries_keys_values(
+        self, layer: PackedLayer, normed_RW: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Queries [H, R, D], keys [K, R, D] and values [K, R, D], with rotary embeddings on queries and keys."""
+        heads = self.heads
+        parts_RHD = layer.qkv(normed_RW).unflatten(1, (-1, heads.width))
+        rotary, value = parts_RHD.split([heads.queries + heads.keys, heads.keys], dim=1)
+        if layer.modules.query_norm is not None and layer.modules.key_norm is not None:
+            query, key = rotary.split([heads.queries, heads.keys], dim=1)
+            norms = self._normalise(query, layer.modules.query_norm), self._normalise(key, layer.modules.key_norm)
+            rotary = torch.cat(norms, dim=1)
+        halves = rotary.unflatten(2, (2, -1))
+        rotated = torch.addcmul(halves * cosine, halves.roll(1, dims=2), sine).flatten(2)
+        query, key = rotated.split([heads.queries, heads.keys], dim=1)
+        return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm (arXiv 1910.07467, eq. 4): weight * x / rms(x), rounded once to the dtype of the weight."""
+        x = x.to(self.exact)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight).to(weight.dtype)

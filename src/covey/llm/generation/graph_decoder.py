@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import prefill
-from covey.llm.generation.packed_layers import PackedLayer, PackedLinear, SeparateLinears, linear_layers
+from covey.llm.generation.decoder import PackedLayer, PackedLinear, SeparateLinears, linear_layers, prefill
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.model.architecture import Heads
 from covey.llm.native.triton_kernels import DecodedRows, TritonKernels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from covey.llm.generation.packed_layers import PackedLinears
+from covey.llm.generation.decoder import PackedLinears
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.plain_forward import accepted
 

@@ -1,21 +1,31 @@
-"""Generates completions on the policy's own weights, in this process."""
+"""Generates completions on the policy's own weights, in this process: requests -> batch -> decoder.
+
+`LocalGenerator` generates the requests of one call, `Engine` the requests of several callers, in a thread in which
+also new weights are put in place. Its requests wait in a queue. The first ones with equal settings, number of
+completions and shared prefix are generated in one batch, and further ones are admitted between two tokens, as rows
+become free. A change of the weights is a job in the same queue: the batch before it ends first. Turns of conversations
+begin with the keys and values of the turns before them (`PrefixCache`).
+"""
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from covey.data import EndReason
 from covey.llm.generation.backend import Backend
-from covey.llm.generation.batch import ContinuousBatch
-from covey.llm.generation.conversation_batch import ConversationBatch
+from covey.llm.generation.batch import ContinuousBatch, ConversationBatch, PrefixCache, TurnBatch
 from covey.llm.generation.generator import (
     Completion,
     FailureReason,
@@ -23,9 +33,11 @@ from covey.llm.generation.generator import (
     GenerationRequest,
     GenerationResult,
     GenerationSettings,
+    OpenConversations,
     Ready,
+    Respond,
+    TurnAnswer,
 )
-from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
@@ -48,52 +60,42 @@ class LocalGenerator:
     version: int = 0
     clock: Callable[[], float] = time.monotonic  # in seconds
 
-    def generate(self, requests: Sequence[GenerationRequest], ready: Ready = lambda *_: None) -> list[GenerationResult]:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        ready: Ready = lambda *_: None,
+        start: float | None = None,  # from which deadlines are counted; None: now
+    ) -> list[GenerationResult]:
         """Generate the requests; those with equal settings and number of completions are one batch."""
-        return self.generate_by_settings(requests, self.clock(), ready)
+        start = self.clock() if start is None else start
+        failed: dict[int, GenerationFailure] = {}
+        batches = self.by_settings(requests, failed)
+        results: dict[int, GenerationResult] = {**failed}
+        for numbers in batches:
+            results |= self._generate({number: requests[number] for number in numbers}, start, ready)
+        return [results[number] for number in range(len(requests))]
 
     def converse(
         self, requests: Sequence[GenerationRequest], respond: Respond, max_tokens: int | None = None
     ) -> list[GenerationFailure | None]:
         """Generate conversations; implements `TurnGenerator`.
 
-        Models of `NativeDecoder` continue a turn from its keys and values while other rows go on (`_RowTurns`). For the
+        Models of `NativeDecoder` continue a turn from its keys and values while other rows go on (`in_rows`). For the
         others, the turns whose answers have come are generated together, with a prefill of all tokens so far, and
-        answers that come meanwhile wait (`_TurnWaves`).
+        answers that come meanwhile wait (`in_waves`).
         """
         start, answers = self.clock(), queue.SimpleQueue[TurnAnswer]()
         conversations = OpenConversations(with_shared_prefix(requests), respond, self.policy.module.config, answers.put)
-        failed: dict[int, GenerationFailure] = {}
-        for numbers in self._by_settings(conversations.turns, failed):
+        turns, failed = _Turns(self, conversations, answers, start), dict[int, GenerationFailure]()
+        for numbers in self.by_settings(conversations.turns, failed):
             batch = self._conversation_batch([conversations.turns[number] for number in numbers], max_tokens or 0)
             if batch is None:
-                return _TurnWaves(self, conversations, answers, start).run()
-            failed |= _RowTurns(self, conversations, answers, start, batch, numbers).run()
+                turns.in_waves(failed)
+                break
+            failed |= turns.in_rows(batch, numbers)
         return conversations.failures(failed)
 
-    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch | None:
-        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt; None if rows
-        cannot be parked."""
-        tokens = max(max_tokens, requests[0].settings.max_new_tokens)
-        rows = self._rows(requests, tokens)
-        decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
-        if decoder is None:
-            return None
-        return ConversationBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
-
-    def generate_by_settings(
-        self, requests: Sequence[GenerationRequest], start: float, ready: Ready
-    ) -> list[GenerationResult]:
-        """The results of requests whose deadlines are counted from `start` on."""
-        failed: dict[int, GenerationFailure] = {}
-        batches = self._by_settings(requests, failed)
-        results: dict[int, GenerationResult] = {**failed}
-        for numbers in batches:
-            of_batch = {number: requests[number] for number in numbers}
-            results |= zip(numbers, self._generate(of_batch, start, ready), strict=True)
-        return [results[number] for number in range(len(requests))]
-
-    def _by_settings(
+    def by_settings(
         self, requests: Sequence[GenerationRequest], failed: dict[int, GenerationFailure]
     ) -> list[list[int]]:
         """Numbers of the requests of each batch; those that cannot be generated are added to `failed`."""
@@ -104,6 +106,11 @@ class LocalGenerator:
             else:
                 batches.setdefault((request.completions, request.settings), []).append(number)
         return list(batches.values())
+
+    def overdue(self, start: float, deadline_seconds: float | None) -> GenerationFailure | None:
+        """The failure of requests whose deadline, counted from `start`, has passed."""
+        late = deadline_seconds is not None and self.clock() - start >= deadline_seconds
+        return missed_deadline(deadline_seconds) if late else None
 
     def refresh(self, version: int) -> None:
         self.version = version
@@ -117,47 +124,67 @@ class LocalGenerator:
 
     def _generate(
         self, requests: Mapping[int, GenerationRequest], start: float, ready: Ready
-    ) -> list[GenerationResult]:
+    ) -> dict[int, GenerationResult]:
         """Results of requests, by their numbers, with equal settings and number of completions.
 
         Complete prompts are handed out at once; the others have the failure of the batch, if there is one.
         """
-        batch, numbers = self._batch(list(requests.values())), list(requests)
-        results: dict[int, GenerationResult] = {}
-        deadline_seconds, failure = requests[numbers[0]].settings.deadline_seconds, None
-        try:
-            while not batch.is_done:
-                if deadline_seconds is not None and self.clock() - start >= deadline_seconds:
-                    failure = missed_deadline(deadline_seconds)
-                    break
-                batch.advance()
-                for prompt in batch.complete[len(results) :]:
-                    number = numbers[prompt]
-                    found = batch.completions(prompt)
-                    results[number] = made = [completion_of(*one, requests[number], self.version) for one in found]
-                    ready(number, made)
-        except FloatingPointError:
-            failure = non_finite()
-        for number in numbers:
-            if failure:
-                results.setdefault(number, failure)
-        return [results[number] for number in numbers]
+        numbers, results = list(requests), dict[int, GenerationResult]()
+        settings = requests[numbers[0]].settings
+        rows = batch_rows(self.policy, list(requests.values()), settings.max_new_tokens, settings.max_rows)
+        decoder = self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens)
+        batch = ContinuousBatch(decoder, **batch_arguments(self.policy.backend, list(requests.values()), rows))
 
-    def _batch(self, requests: list[GenerationRequest]) -> ContinuousBatch:
-        tokens = requests[0].settings.max_new_tokens
-        rows = self._rows(requests, tokens)
-        decoder = self.policy.backend.decoder(self.policy.module, rows, tokens)
-        return ContinuousBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
+        def hand_out() -> None:
+            for prompt in batch.complete[len(results) :]:
+                number = numbers[prompt]
+                found = batch.completions(prompt)
+                results[number] = made = [completion_of(*one, requests[number], self.version) for one in found]
+                ready(number, made)
 
-    def _rows(self, requests: list[GenerationRequest], tokens: int) -> int:
-        """Number of rows of a batch with up to `tokens` tokens after each prompt."""
-        fitting = requests[0].settings.max_rows or self.rows_in_memory([one.prompt for one in requests], tokens)
-        return rows_together(fitting, len(requests), requests[0].completions)
+        failure = advance(
+            batch, lambda: not batch.is_done, lambda: self.overdue(start, settings.deadline_seconds), hand_out
+        )
+        if failure:
+            results = {number: results.get(number, failure) for number in numbers}
+        return results
 
-    def rows_in_memory(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
-        """Number of rows whose keys and values fit into `cache_limit`."""
-        device = device_kind(self.policy.module.device)
-        return fitting_rows(row_bytes(self.policy.backend, prompts, max_new_tokens), device)
+    def _conversation_batch(self, requests: list[GenerationRequest], max_tokens: int) -> ConversationBatch | None:
+        """A batch of the first turns of conversations with up to `max_tokens` tokens after the prompt; None if rows
+        cannot be parked."""
+        settings = requests[0].settings
+        tokens = max(max_tokens, settings.max_new_tokens)
+        rows = batch_rows(self.policy, requests, tokens, settings.max_rows)
+        decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
+        if decoder is None:
+            return None
+        return ConversationBatch(decoder, **batch_arguments(self.policy.backend, requests, rows))
+
+
+def advance(
+    batch: ContinuousBatch,
+    is_open: Callable[[], bool],
+    before: Callable[[], GenerationFailure | None],
+    after: Callable[[], None],
+) -> GenerationFailure | None:
+    """Generate token by token, between calls of `before`, which may end it with a failure, and `after`.
+
+    Returns:
+        the failure of the requests that are left; None if there are none.
+    """
+    try:
+        while is_open():
+            if failure := before():
+                return failure
+            batch.advance()
+            after()
+    except FloatingPointError:
+        return GenerationFailure(
+            FailureReason.NON_FINITE_LOGITS,
+            "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
+            "earlier checkpoint and lower the learning rate",
+        )
+    return None
 
 
 @dataclass
@@ -177,27 +204,19 @@ class _Turns:
         except queue.Empty:
             return None
 
-
-class _TurnWaves(_Turns):
-    """Generates the turns whose answers have come together, then the next ones."""
-
-    def run(self) -> list[GenerationFailure | None]:
-        failed: dict[int, GenerationFailure] = {}
-        pending = list(range(len(self.conversations.turns)))
+    def in_waves(self, failed: dict[int, GenerationFailure]) -> None:
+        """Generate the turns whose answers have come together, then the next ones; adds the failures of turns."""
+        open, pending = self.conversations, list(range(len(self.conversations.turns)))
         while pending:
-            failed |= self._generate(pending)
+            numbers = pending
+
+            def end_turns(place: int, completions: list[Completion], numbers: list[int] = numbers) -> None:
+                open.end_turns(numbers[place], completions)
+
+            results = self.generator.generate([open.turns[number] for number in numbers], end_turns, self.start)
+            every = zip(numbers, results, strict=True)
+            failed |= {number: result for number, result in every if isinstance(result, GenerationFailure)}
             pending = self._answered(failed)
-        return self.conversations.failures(failed)
-
-    def _generate(self, numbers: list[int]) -> dict[int, GenerationFailure]:
-        """Generate the turns with these numbers, and ask for their continuations; the failures."""
-
-        def end_turns(place: int, completions: list[Completion]) -> None:
-            self.conversations.end_turns(numbers[place], completions)
-
-        turns = [self.conversations.turns[number] for number in numbers]
-        results = zip(numbers, self.generator.generate_by_settings(turns, self.start, end_turns), strict=True)
-        return {number: result for number, result in results if isinstance(result, GenerationFailure)}
 
     def _answered(self, failed: dict[int, GenerationFailure]) -> list[int]:
         """Wait for a next turn, and take those of all answers that have come.
@@ -213,68 +232,42 @@ class _TurnWaves(_Turns):
                 found.append(turn)
         return sorted(found, key=self.conversations.places.__getitem__)
 
-
-class _RowTurns(_Turns):
-    """Generates the conversations of one batch, each of which keeps its row."""
-
-    def __init__(
-        self,
-        generator: LocalGenerator,
-        conversations: OpenConversations,
-        answers: queue.SimpleQueue[TurnAnswer],
-        start: float,
-        batch: ConversationBatch,
-        requests: list[int],
-    ) -> None:
-        super().__init__(generator, conversations, answers, start)
-        self.batch = batch
+    def in_rows(self, batch: ConversationBatch, requests: list[int]) -> dict[int, GenerationFailure]:
+        """Generate the conversations of one batch, each of which keeps its row; failures by the numbers of turns."""
+        open = self.conversations
         # Of each conversation that has not ended, by its number in the batch: (turn, index of the completion in it).
-        self.turns = dict(enumerate((number, index) for number in requests for index in range(batch.group_size)))
-        self.waiting: dict[tuple[int, int], int] = {}  # conversation of each turn without an answer
+        turns = dict(enumerate((number, index) for number in requests for index in range(batch.group_size)))
+        waiting: dict[tuple[int, int], int] = {}  # conversation of each turn without an answer
+        deadline = open.turns[requests[0]].settings.deadline_seconds
 
-    def run(self) -> dict[int, GenerationFailure]:
-        """Failures by the numbers of turns."""
-        deadline = self.conversations.turns[self.turns[0][0]].settings.deadline_seconds
-        try:
-            while self.turns:
-                while answer := self.next_answer(bool(self.waiting) and not self.batch.can_advance, deadline):
-                    self._take(answer)
-                if deadline is not None and self.generator.clock() - self.start >= deadline:
-                    return self._fail(missed_deadline(deadline))
-                if self.batch.can_advance:
-                    self.batch.advance()
-                for number in self.batch.ended:
-                    self._end_turn(number)
-                self.batch.ended.clear()
-        except FloatingPointError:
-            return self._fail(non_finite())
-        return {}
+        def take_answers() -> GenerationFailure | None:
+            while answer := self.next_answer(bool(waiting) and not batch.can_advance, deadline):
+                number = waiting.pop((answer.turn, answer.index), None)
+                turn = open.next_turn(answer)
+                if number is None:  # of an earlier batch that has failed
+                    continue
+                if turn is None or answer.continuation is None:
+                    batch.end(number)
+                    del turns[number]
+                    continue
+                turns[number] = turn, 0
+                fed = answer.completion.tokens[-1], *answer.continuation.tokens
+                batch.reply(number, fed, request_uniforms(open.turns[turn])[0])
+            return self.generator.overdue(self.start, deadline)
 
-    def _end_turn(self, number: int) -> None:
-        turn, index = self.turns[number]
-        self.waiting[turn, index] = number
-        request = self.conversations.turns[turn]
-        completion = completion_of(*self.batch.turn(number), request, self.generator.version)
-        self.conversations.end_turn(turn, index, completion)
+        def end_turns() -> None:
+            for number in batch.ended:
+                turn, index = turns[number]
+                waiting[turn, index] = number
+                completion = completion_of(*batch.completion(number), open.turns[turn], self.generator.version)
+                open.end_turn(turn, index, completion)
+            batch.ended.clear()
 
-    def _take(self, answer: TurnAnswer) -> None:
-        number = self.waiting.pop((answer.turn, answer.index), None)
-        turn = self.conversations.next_turn(answer)
-        if number is None:  # of an earlier batch that has failed
-            return
-        if turn is None:
-            self.batch.end(number)
-            del self.turns[number]
-            return
-        self.turns[number] = turn, 0
-        request = self.conversations.turns[turn]
-        fed = 1 + request.key.first_position - self.conversations.turns[answer.turn].key.first_position
-        fed -= len(answer.completion.tokens)  # the last of these and those of the reply
-        self.batch.reply(number, request.prompt[-fed:], request_uniforms(request)[0])
-
-    def _fail(self, failure: GenerationFailure) -> dict[int, GenerationFailure]:
-        self.conversations.stop_waiting()
-        return {turn: failure for turn, _ in self.turns.values()}
+        failure = advance(batch, lambda: bool(turns), take_answers, end_turns)
+        if failure is None:
+            return {}
+        open.stop_waiting()
+        return {turn: failure for turn, _ in turns.values()}
 
 
 def with_shared_prefix(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
@@ -312,15 +305,6 @@ def missed_deadline(seconds: float | None) -> GenerationFailure:
     )
 
 
-def non_finite() -> GenerationFailure:
-    """The failure of requests of a batch in which logits are NaN or infinite."""
-    return GenerationFailure(
-        FailureReason.NON_FINITE_LOGITS,
-        "the model's logits are not finite, so no token can be drawn: its weights have diverged. Go back to an "
-        "earlier checkpoint and lower the learning rate",
-    )
-
-
 def batch_arguments(backend: Backend, requests: Sequence[GenerationRequest], rows: int) -> dict[str, Any]:
     """The arguments of a batch of requests with equal settings besides its decoder, which has so many rows."""
     settings = requests[0].settings
@@ -344,10 +328,23 @@ def completion_of(tokens: list[int], logprobs: list[float], request: GenerationR
     return Completion(tokens, logprobs, EndReason.STOP if stopped else EndReason.LENGTH, version)
 
 
-def row_bytes(backend: Backend, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> int:
-    """Bytes of the keys and values of a row."""
-    longest = max(len(prompt) for prompt in prompts) if not backend.shares_prompts else 0
-    return backend.row_bytes + backend.token_bytes * (max_new_tokens + longest)
+def rows_in_memory(policy: LanguagePolicy, prompts: Sequence[tuple[int, ...]], tokens: int) -> int:
+    """Number of rows whose keys and values, of up to `tokens` tokens after each prompt, fit into `cache_limit`."""
+    backend = policy.backend
+    longest = 0 if backend.shares_prompts else max(map(len, prompts))
+    return fitting_rows(backend.row_bytes + backend.token_bytes * (tokens + longest), device_kind(policy.module.device))
+
+
+def batch_rows(
+    policy: LanguagePolicy, requests: Sequence[GenerationRequest], tokens: int, given: int, least: int = 0
+) -> int:
+    """Number of rows of a batch with up to `tokens` tokens after each prompt; `given`, or chosen by memory if it is 0.
+
+    Further requests have room if that is fewer than `least`.
+    """
+    fitting = given or rows_in_memory(policy, [request.prompt for request in requests], tokens)
+    completions = requests[0].completions
+    return max(rows_together(fitting, len(requests), completions), min(fitting, least))
 
 
 def cache_limit(device: str) -> int:
@@ -375,3 +372,167 @@ def request_uniforms(request: GenerationRequest) -> NDArray[np.float64]:
     positions = np.tile(key.first_position + np.arange(tokens), request.completions)
     numbers = uniforms(key.seed, key.step, key.group, rollouts.repeat(tokens), positions, stream=key.stream)
     return numbers.reshape(request.completions, tokens)
+
+
+# A batch begins when no further request has come for QUIET_SECONDS, so that requests of one step begin together.
+QUIET_SECONDS, LONGEST_QUIET_SECONDS = 0.005, 0.1
+ROWS = 512  # that a batch has room for at least, if they fit into memory
+MOST_REQUESTS = 1 << 14  # of one batch, whose arrays grow with every further request
+
+Kind = tuple[int, GenerationSettings, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request, and the future of its result."""
+
+    request: GenerationRequest
+    future: Future[GenerationResult]
+
+    @property
+    def kind(self) -> Kind:
+        """Requests of one kind can be in one batch; the last part are the tokens that their prompts share."""
+        settings = self.request.settings
+        return self.request.completions, settings, self.request.prompt[: settings.shared_prefix or 0]
+
+
+@dataclass(eq=False)
+class _Change:
+    """A change of the weights, and the future of its end."""
+
+    apply: Callable[[], None]
+    future: Future[None]
+    kind = None
+
+
+@dataclass
+class Engine:
+    """Generates with one model; its thread begins with `start`. Deadlines of settings have no effect."""
+
+    policy: LanguagePolicy
+    rows: int = 0  # largest number of completions that are decoded together; 0: chosen by memory
+    version: int = 0  # of the weights
+    cache: PrefixCache = field(default_factory=PrefixCache)
+    _queue: deque[_Waiting | _Change] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _stopped: bool = False
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters by name, each once."""
+        return {name: parameter.data for name, parameter in self.policy.module.named_parameters()}
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread after the current token; requests that wait are never answered."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def generate(self, request: GenerationRequest) -> Future[GenerationResult]:
+        """The result of a request. If the future is cancelled before the request has begun, it is not generated."""
+        waiting = _Waiting(request, Future())
+        self._put(waiting)
+        return waiting.future
+
+    def change_weights(self, tensors: Mapping[str, Tensor], version: int) -> Future[None]:
+        """Copy these tensors into the model, after all requests before. They must fit its parameters."""
+
+        @torch.no_grad()
+        def apply() -> None:
+            for name, parameter in self.weights.items():
+                parameter.copy_(tensors[name])
+            self.version = version
+            self.cache.clear()
+
+        change = _Change(apply, Future())
+        self._put(change)
+        return change.future
+
+    def _put(self, job: _Waiting | _Change) -> None:
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._queue)
+                if self._stopped:
+                    return
+                job = self._queue[0]
+                if isinstance(job, _Change):
+                    self._queue.popleft()
+            if isinstance(job, _Change):
+                job.apply()
+                job.future.set_result(None)
+            else:
+                self._gather()
+                self._run_batch(job.kind)
+
+    def _gather(self) -> None:
+        """Wait until no further request has come for a moment."""
+        latest = time.monotonic() + LONGEST_QUIET_SECONDS
+        with self._changed:
+            while self._changed.wait(QUIET_SECONDS) and time.monotonic() < latest:
+                pass
+
+    def _take(self, kind: Kind) -> list[_Waiting]:
+        """The requests of this kind at the beginning of the queue, without those that cannot be generated."""
+        taken: list[_Waiting] = []
+        with self._changed:
+            while self._queue and self._queue[0].kind == kind:
+                job = self._queue.popleft()
+                assert isinstance(job, _Waiting)
+                if job.future.set_running_or_notify_cancel():
+                    if failure := refusal(job.request, self.policy.module.config, self.version):
+                        job.future.set_result(failure)
+                    else:
+                        taken.append(job)
+        return taken
+
+    def _run_batch(self, kind: Kind) -> None:
+        """Generate the requests of a kind, and those of it that follow in the queue."""
+        jobs = self._take(kind)
+        if not jobs:
+            return
+        handed_out = 0
+
+        def hand_out_and_add() -> None:
+            nonlocal handed_out
+            for prompt in batch.complete[handed_out:]:
+                job = jobs[prompt]
+                found = [completion_of(*one, job.request, self.version) for one in batch.completions(prompt)]
+                cached = batch.cached.get(prompt, 0) if isinstance(batch, TurnBatch) else 0
+                job.future.set_result([replace(one, cached_tokens=cached) for one in found])
+            handed_out = len(batch.complete)
+            if self._queue and len(jobs) < MOST_REQUESTS and (later := self._take(kind)):
+                uniforms_NT = np.concatenate([request_uniforms(job.request) for job in later])
+                batch.add([job.request.prompt for job in later], uniforms_NT)
+                jobs.extend(later)
+
+        try:
+            batch = self._batch([job.request for job in jobs])
+            failure = advance(batch, lambda: not (batch.is_done or self._stopped), lambda: None, hand_out_and_add)
+        except Exception as error:  # such as too little memory; the next batch may be smaller
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(error)
+        else:
+            for job in jobs:
+                if failure and not job.future.done():
+                    job.future.set_result(failure)
+
+    def _batch(self, requests: list[GenerationRequest]) -> ContinuousBatch:
+        settings, backend, module = requests[0].settings, self.policy.backend, self.policy.module
+        tokens = settings.max_new_tokens
+        if settings.continues:  # a row has the tokens of earlier turns too
+            tokens += max(len(request.prompt) for request in requests)
+        rows = batch_rows(self.policy, requests, tokens, self.rows, least=ROWS)
+        arguments = batch_arguments(backend, requests, rows)
+        if settings.continues and (decoder := backend.conversation_decoder(module, rows, tokens)):
+            return TurnBatch(decoder, self.cache, **arguments)
+        return ContinuousBatch(backend.decoder(module, rows, tokens), **arguments)

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import prefill
-from covey.llm.generation.packed_layers import PackedLayer, PackedLinear, joined
+from covey.llm.generation.decoder import PackedLayer, PackedLinear, joined, prefill
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernels, Layer, Linear, address_of, padded
 from covey.runtime.device import in_huge_pages

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PrefillLayout, prefill
-from covey.llm.generation.packed_layers import LlamaLayers, PackedLinears
+from covey.llm.generation.decoder import LlamaLayers, PackedLinears, PrefillLayout, prefill
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.prefix_attention import Layout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD

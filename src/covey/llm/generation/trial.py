@@ -6,7 +6,7 @@ Shapes: L tokens of a sequence, R rows, S prompts, D decisions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from covey.llm.model.architecture import exact_length, is_llama_like, longest_ro
 from covey.llm.model.logprobs import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
+from covey.llm.model.recompute import decoder_layers
 
 MakeDecoder = Callable[[int, int], Decoder]  # from a number of rows and max_new_tokens
 
@@ -301,13 +302,28 @@ def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
 
 
 @contextmanager
-def in_fp32(module: nn.Module) -> Iterator[None]:
-    """Context manager that converts bf16 and fp16 tensors of a module to fp32 and back, one by one."""
-    tensors = [
-        tensor
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.dtype in (torch.bfloat16, torch.float16)
-    ]
+def in_fp32(module: PreTrainedModel) -> Iterator[None]:
+    """Context manager that converts bf16 and fp16 tensors of a module to fp32 and back.
+
+    On a GPU a decoder layer is fp32 only while it computes: all layers together would need twice the memory of the
+    model, which training with an adapter may not need.
+    """
+    layers = decoder_layers(module) if module.device.type == "cuda" else []
+    in_layers = {id(tensor) for layer in layers for tensor in _low(layer)}
+    with ExitStack() as stack:
+        stack.enter_context(_converted([tensor for tensor in _low(module) if id(tensor) not in in_layers]))
+        for layer in layers:
+            stack.enter_context(_converted_in_calls(layer))
+        yield
+
+
+def _low(module: nn.Module) -> list[Tensor]:
+    tensors = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
+
+
+@contextmanager
+def _converted(tensors: list[Tensor]) -> Iterator[None]:
     dtypes = [tensor.dtype for tensor in tensors]
     try:
         for tensor in tensors:
@@ -316,6 +332,25 @@ def in_fp32(module: nn.Module) -> Iterator[None]:
     finally:
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def _converted_in_calls(layer: nn.Module) -> Iterator[None]:
+    calls: list[ExitStack] = []
+
+    def begin(*_: object) -> None:
+        calls.append(ExitStack())
+        calls[-1].enter_context(_converted(_low(layer)))
+
+    def end(*_: object) -> None:
+        calls.pop().close()
+
+    hooks = layer.register_forward_pre_hook(begin), layer.register_forward_hook(end, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from covey.config import ConfigError
 from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
-from covey.llm.generation.packed_layers import linear_layers
+from covey.llm.generation.decoder import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config

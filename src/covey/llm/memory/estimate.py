@@ -19,7 +19,6 @@ from covey.llm.generation import (
     decoder,
     local_generator,
     native_decoder,
-    packed_layers,
     shared_prefix_decoder,
     token_sampling,
 )
@@ -241,7 +240,7 @@ def _sampling(
         keys_and_values = shared_prefix_decoder.cache_bytes(*shape, device)
         logits += token_sampling.buffer_bytes(rows, size.vocabulary, device)
     return {
-        "prepacked weights": packed_layers.copy_bytes(size.prepacked_parameters, width, device),
+        "prepacked weights": decoder.copy_bytes(size.prepacked_parameters, width, device),
         "keys and values": keys_and_values,
         "logits of a decoding step": logits,
     }

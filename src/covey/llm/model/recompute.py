@@ -32,18 +32,23 @@ def recompute_layers(module: nn.Module) -> None:
     Raises:
         ConfigError: if transformers does not mark the layers of this architecture.
     """
-    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    layers = decoder_layers(module)
     if not layers:
         raise ConfigError(
             f"the layers of {type(module).__name__} cannot be recomputed: leave update.recompute out, or choose "
             "another model"
         )
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
     for layer in layers:
-        if layer not in inner:
-            # Not the bound method, because a copy of the module would compute with the weights of this one.
-            function = layer.forward.__func__  # type: ignore[attr-defined]
-            layer.forward = MethodType(partial(_recomputed, forward=function), layer)  # type: ignore[method-assign]
+        # Not the bound method, because a copy of the module would compute with the weights of this one.
+        function = layer.forward.__func__  # type: ignore[attr-defined]
+        layer.forward = MethodType(partial(_recomputed, forward=function), layer)  # type: ignore[method-assign]
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that transformers marks for recomputation, without those within others; empty for some models."""
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if layer not in inner]
 
 
 def _recomputed(

@@ -1,20 +1,30 @@
-"""The samplers of a run: which have the current weights, and how the others get them."""
+"""The samplers of a run: which have the current weights, and how the others get them; those that the run starts.
+
+`Children` are servers that a run starts on its machine, starts again if they end, and ends. The standard input of such
+a server is a pipe from the run. When the run ends, also by `kill -9`, the pipe is closed, and the server ends.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 from torch import Tensor
 
-from covey.config import SamplerLost
+from covey.config import RunError, SamplerLost
 from covey.data import Team
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.weights import Transport, gathered, give, is_sharded
 from covey.llm.remote.wire import HEALTH
@@ -122,3 +132,130 @@ class Fleet:
                     self.faults[number] = str(error)
                 else:
                     self.rotation.append(number)
+
+
+POLL_SECONDS = 0.05
+STOP_SECONDS = 10.0  # after which a server that was asked to end is killed
+
+
+@dataclass
+class _Child:
+    """One server: its port, and its process once it was started."""
+
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+    said: IO[bytes] | None = None  # what the process has written to its standard error
+
+
+@dataclass
+class Children:
+    """Servers on free ports of 127.0.0.1."""
+
+    count: int
+    words: Sequence[str]  # of the command `covey serve`, without its port
+    seconds: float  # in which a server must have loaded its model
+    _children: list[_Child] = field(default_factory=list)
+    _answered: bool = False
+
+    def __post_init__(self) -> None:
+        self._children = [_Child(port) for port in _free_ports(self.count)]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all servers, whether they run or not."""
+        return [f"http://127.0.0.1:{child.port}" for child in self._children]
+
+    def ensure(self) -> None:
+        """Start the servers that do not run, and wait until they accept connections, or have ended.
+
+        Raises:
+            RunError: if one ends at once or takes too long, and none has answered in this run.
+        """
+        started = [child for child in self._children if child.process is None or child.process.poll() is not None]
+        for child in started:
+            self._start(child)
+        deadline = time.monotonic() + self.seconds
+        faults = [fault for child in started if (fault := self._wait(child, deadline))]
+        if faults and not self._answered:
+            raise RunError(f"a sampler that the run has started {faults[0]}")
+        self._answered = True
+
+    def _wait(self, child: _Child, deadline: float) -> str:
+        """Wait until a server accepts connections; the reason why it does not, else ""."""
+        while not _accepts(child.port):
+            assert child.process is not None
+            if child.process.poll() is not None:
+                return f"ended at once: {_last_line(child)}"
+            if time.monotonic() > deadline:
+                return f"does not answer within {self.seconds:g} s"
+            time.sleep(POLL_SECONDS)
+        return ""
+
+    def close(self) -> None:
+        """End all servers."""
+        processes = [child.process for child in self._children if child.process is not None]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for child in self._children:
+            if child.said is not None:
+                child.said.close()
+
+    def _start(self, child: _Child) -> None:
+        self._forget(child)
+        child.said = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the server runs
+        child.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "covey", *self.words, "--port", str(child.port), "--child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=child.said,
+            start_new_session=True,  # Ctrl-C lets a run finish its step, for which it needs them
+        )
+
+    def _forget(self, child: _Child) -> None:
+        """Close the files of a process that has ended."""
+        if child.process is not None and child.process.stdin is not None:
+            child.process.stdin.close()
+        if child.said is not None:
+            child.said.close()
+
+
+def end_with_parent() -> None:
+    """End this process, at once, when its standard input is closed."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _accepts(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _last_line(child: _Child) -> str:
+    assert child.said is not None
+    child.said.seek(0)
+    lines = child.said.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it has written nothing"

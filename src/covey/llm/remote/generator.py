@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from covey.config import RunConfig, RunError, SamplerLost
 from covey.config.files import user_path
@@ -26,15 +25,16 @@ from covey.llm.generation.generator import (
     GenerationRequest,
     GenerationResult,
     Generator,
+    OpenConversations,
     Ready,
+    Respond,
+    TurnAnswer,
 )
 from covey.llm.generation.local_generator import LocalGenerator, missed_deadline, with_shared_prefix
-from covey.llm.generation.turns import OpenConversations, Respond, TurnAnswer
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.children import Children
 from covey.llm.remote.client import Client, FailedRequest, LostServer, OtherWeights
-from covey.llm.remote.fleet import Fleet
+from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport, is_sharded
 from covey.runtime.distributed import ALONE, exchange_json
@@ -74,7 +74,9 @@ class RemoteGenerator:
             SamplerLost, RunError: as `generate`.
         """
         turns = [replace(one, settings=replace(one.settings, continues=True)) for one in with_shared_prefix(requests)]
-        call = _Conversations(self, turns, respond)
+        call = _Call(self, turns)
+        call.open = OpenConversations(turns, respond, self.fleet.policy.module.config, call.ended.put)
+        call.ready = call.open.end_turns
         results = self._run(call)
         for request, result in zip(call.requests[len(requests) :], results[len(requests) :], strict=True):
             self.prompt_tokens += len(request.prompt)
@@ -89,7 +91,7 @@ class RemoteGenerator:
             call.prove_once()  # other ranks with sharded weights wait for it
             raise
         finally:
-            call.outstanding.cancel()
+            call.cancel()
             self.rerouted += call.rerouted
 
     def refresh(self, version: int) -> None:
@@ -118,71 +120,20 @@ class Answer:
     future: Future[list[Completion]]
 
 
-Event = Callable[[], None]
-
-
-@dataclass
-class Outstanding:
-    """The requests of one call that wait for an answer, each for one server at a time, by their numbers.
-
-    True while any waits. `requests` may grow.
-    """
-
-    fleet: Fleet
-    requests: Sequence[GenerationRequest]
-    tries: dict[int, int] = field(default_factory=dict)  # how often each was sent
-    _waiting: dict[int, Answer] = field(default_factory=dict)
-    _ended: queue.SimpleQueue[Answer | Event] = field(default_factory=queue.SimpleQueue)
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def servers(self) -> set[int]:
-        """The servers that requests wait for."""
-        return {answer.server for answer in self._waiting.values()}
-
-    def send(self, number: int, server: int) -> None:
-        """Send a request that does not wait to a server."""
-        assert number not in self._waiting
-        self.tries[number] = self.tries.get(number, 0) + 1
-        fleet, vocabulary = self.fleet, vocabulary_of(self.fleet.policy.module)
-        ask = fleet.clients[server].generate(self.requests[number], fleet.label, vocabulary, covey=fleet.covey)
-        future = fleet.loop.submit(ask)
-        self._waiting[number] = answer = Answer(number, server, future)
-        future.add_done_callback(lambda _: self._ended.put(answer))
-
-    def put(self, event: Event) -> None:
-        """Let `next` return an event, as if it were an answer; called in any thread."""
-        self._ended.put(event)
-
-    def next(self, seconds: float | None) -> Answer | Event | None:
-        """The next answer or event; None if none comes within so many seconds."""
-        while True:
-            try:
-                answer = self._ended.get(timeout=seconds)
-            except queue.Empty:
-                return None
-            if not isinstance(answer, Answer):
-                return answer
-            if self._waiting.get(answer.number) is answer:  # else it was cancelled
-                del self._waiting[answer.number]
-                return answer
-
-    def cancel(self) -> list[int]:
-        """Wait for no answer any more; returns the requests that had none."""
-        waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
-            answer.future.cancel()
-        return list(waiting)
-
-
 @dataclass
 class _Call:
-    """One call of `generate`: its requests, and the servers that they wait for."""
+    """One call of `generate` or `converse`: requests, each of which waits for one server at a time.
+
+    Of conversations, the requests are turns, and more are added.
+    """
 
     generator: RemoteGenerator
-    requests: Sequence[GenerationRequest]
-    ready: Ready
+    requests: list[GenerationRequest]
+    ready: Ready = lambda *_: None
+    open: OpenConversations | None = None
+    waiting: dict[int, Answer] = field(default_factory=dict)  # by the number of the request
+    ended: queue.SimpleQueue[Answer | TurnAnswer] = field(default_factory=queue.SimpleQueue)
+    tries: dict[int, int] = field(default_factory=dict)  # how often each request was sent
     results: dict[int, GenerationResult] = field(default_factory=dict)
     held: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)  # server -> request -> not yet proven
     proven: set[int] = field(default_factory=set)  # servers
@@ -192,34 +143,42 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.fleet, self.proof = self.generator.fleet, self.generator.proof
-        self.outstanding = Outstanding(self.fleet, self.requests)
         self.began = self.generator.clock()
 
     def run(self) -> list[GenerationResult]:
-        for number, request in enumerate(self.requests):
+        for number, request in enumerate(self.requests[:]):
             self._refuse_or_send(number, request)
-        while self._is_open():
+        while self.waiting or self.held or (self.open and self.open.unanswered):
             if self._can_prove():
                 self._prove()
                 continue
-            event = self.outstanding.next(self._seconds_left())
-            if event is None:
+            try:
+                event = self.ended.get(timeout=self._seconds_left())
+            except queue.Empty:
                 self._miss_deadline()
-            elif isinstance(event, Answer):
+                continue
+            if isinstance(event, TurnAnswer):
+                assert self.open is not None
+                if (turn := self.open.next_turn(event)) is not None:
+                    self._send(turn)
+            elif self.waiting.get(event.number) is event:  # else it was cancelled
+                del self.waiting[event.number]
                 self._take(event)
-            else:
-                event()
         self.prove_once()
         return [self.results[number] for number in range(len(self.requests))]
+
+    def cancel(self) -> list[int]:
+        """Wait for no answer any more; returns the requests that had none."""
+        waiting, self.waiting = self.waiting, {}
+        for answer in waiting.values():
+            answer.future.cancel()
+        return list(waiting)
 
     def prove_once(self) -> None:
         """Evaluate the policy if nothing was proven, because ranks with sharded weights evaluate it together."""
         if not self.proofs:
             self.proofs += 1
             self.proof.refused({})
-
-    def _is_open(self) -> bool:
-        return bool(self.outstanding or self.held)
 
     def _refuse_or_send(self, number: int, request: GenerationRequest) -> None:
         if request.settings.version != self.fleet.version:
@@ -236,7 +195,13 @@ class _Call:
         if not candidates:
             self._revive()
             candidates = self._candidates()
-        self.outstanding.send(number, candidates[self.requests[number].key.group % len(candidates)])
+        request, fleet = self.requests[number], self.fleet
+        server = candidates[request.key.group % len(candidates)]
+        self.tries[number] = self.tries.get(number, 0) + 1
+        vocabulary = vocabulary_of(fleet.policy.module)
+        ask = fleet.clients[server].generate(request, fleet.label, vocabulary, covey=fleet.covey)
+        self.waiting[number] = answer = Answer(number, server, fleet.loop.submit(ask))
+        answer.future.add_done_callback(lambda _: self.ended.put(answer))
 
     def _candidates(self) -> list[int]:
         """Ranks that share weights prove once in a call, so later only servers that are proven can be asked."""
@@ -283,7 +248,7 @@ class _Call:
         Raises:
             SamplerLost: if it has been sent to as many as allowed.
         """
-        tries = self.outstanding.tries[number]
+        tries = self.tries[number]
         if tries >= self.generator.attempts:
             raise SamplerLost(
                 f"the completions of a prompt failed on {tries} samplers (sampler.attempts): "
@@ -294,7 +259,8 @@ class _Call:
 
     def _can_prove(self) -> bool:
         """True if there are completions to prove, and of every server that is asked and not proven."""
-        asked = (self.outstanding.servers() - self.proven) & set(self.fleet.rotation)
+        servers = {answer.server for answer in self.waiting.values()}
+        asked = (servers - self.proven) & set(self.fleet.rotation)
         return bool(self.held) and asked <= self.held.keys()
 
     def _prove(self) -> None:
@@ -332,33 +298,8 @@ class _Call:
         return max(self.began + min(known) - self.generator.clock(), 0.0) if known else None
 
     def _miss_deadline(self) -> None:
-        """The requests that still wait have failed."""
-        for number in self.outstanding.cancel():
-            self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)
-
-
-class _Conversations(_Call):
-    """One call of `converse`: the requests are turns, and more are added."""
-
-    def __init__(self, generator: RemoteGenerator, turns: list[GenerationRequest], respond: Respond) -> None:
-        config = generator.fleet.policy.module.config
-        self.open = OpenConversations(turns, respond, config, self._put)
-        super().__init__(generator, turns, self.open.end_turns)
-
-    def _is_open(self) -> bool:
-        return super()._is_open() or bool(self.open.unanswered)
-
-    def _put(self, answer: TurnAnswer) -> None:
-        self.outstanding.put(partial(self._go_on, answer))
-
-    def _go_on(self, answer: TurnAnswer) -> None:
-        number = self.open.next_turn(answer)
-        if number is not None:
-            self._send(number)
-
-    def _miss_deadline(self) -> None:
-        super()._miss_deadline()
-        for number in self.open.stop_waiting():
+        """The requests and the turns that still wait have failed."""
+        for number in [*self.cancel(), *(self.open.stop_waiting() if self.open else ())]:
             self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)
 
 

@@ -28,15 +28,15 @@ from covey.config.fields import command
 from covey.config.files import path_error
 from covey.config.servers import ServeOptions
 from covey.config.terminal import say
-from covey.llm.generation.engine import Engine
 from covey.llm.generation.generator import FailureReason, GenerationFailure
+from covey.llm.generation.local_generator import Engine
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.chat import Chat
 from covey.llm.model.loading import load_model
 from covey.llm.model.stop_strings import stop_strings
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
-from covey.llm.remote.children import end_with_parent
+from covey.llm.remote.fleet import end_with_parent
 from covey.llm.remote.weights import (
     BadWeights,
     FileUpdate,

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -80,45 +80,31 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-class Offer(Protocol):
-    """Weights of one version, ready to be taken by any number of servers."""
-
-    async def connect(self, client: Client) -> None:
-        """Prepare the server to receive."""
-
-    async def send(self, client: Client, label: Mapping[str, str]) -> None:
-        """Let the server receive the weights; `label` are further fields of the body."""
-
-
-class Transport(Protocol):
-    """A way for weights to travel."""
-
-    def offered(self, tensors: Mapping[str, Tensor], name: str) -> Any:
-        """Context manager with the `Offer` of these tensors; `name` is their version."""
-
-
 @dataclass(frozen=True)
 class FileOffer:
-    """A file of safetensors; implements `Offer`."""
+    """A file of safetensors, ready to be taken by any number of servers."""
 
     path: Path
     sha256: str
 
     async def connect(self, client: Client) -> None:
+        """Prepare the server to receive."""
         await client.post(wire.INIT, {"init_info": {"folder": str(self.path.parent)}})
 
     async def send(self, client: Client, label: Mapping[str, str]) -> None:
+        """Let the server read the file; `label` are further fields of the body."""
         await client.post(wire.UPDATE, {"update_info": {"path": str(self.path), "sha256": self.sha256, **label}})
 
 
 @dataclass(frozen=True)
 class FileTransport:
-    """Through a file that is removed when all servers have read it; implements `Transport`."""
+    """Through a file that is removed when all servers have read it."""
 
     folder: str = ""  # empty: a private one
 
     @contextmanager
     def offered(self, tensors: Mapping[str, Tensor], name: str) -> Iterator[FileOffer]:
+        """The offer of these tensors; `name` is their version."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         folder = Path(self.folder) if self.folder else private_folder(size)
         path = folder / f"{os.getpid()}-{name}.safetensors"
@@ -172,7 +158,7 @@ def _remove_files_of_killed_runs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """Sends the tensors to each server by itself; implements `Transport`."""
+    """Sends the tensors to each server by itself."""
 
     timeout_seconds: float  # of one tensor
 
@@ -183,7 +169,7 @@ class GroupTransport:
 
 @dataclass(frozen=True)
 class GroupOffer:
-    """Tensors that are sent to any number of servers; implements `Offer`."""
+    """Tensors that are sent to any number of servers."""
 
     tensors: Mapping[str, Tensor]
     sha256: str
@@ -228,6 +214,9 @@ class GroupOffer:
         self._groups[key] = make_group(store, SENDER, address, self.timeout_seconds)
 
 
+Transport = FileTransport | GroupTransport
+
+
 def checksum(tensors: Iterable[Any]) -> str:
     """SHA-256 of the bytes of tensors, one after the other, in hexadecimal digits."""
     digest = hashlib.sha256()
@@ -262,7 +251,7 @@ def _own_address(host: str | None, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-async def give(client: Client, offer: Offer, version: str, *, covey: bool) -> None:
+async def give(client: Client, offer: FileOffer | GroupOffer, version: str, *, covey: bool) -> None:
     """Let one server take weights, and check that it reports their version.
 
     Raises:

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx2
 
@@ -42,6 +42,7 @@ FIRST_PAUSE_SECONDS = 0.25  # before the second attempt; doubled before each fur
 LONGEST_PAUSE_SECONDS = 8.0
 GIVE_UP_AFTER = 8  # questions in a row without a reply, or as many as are asked at a time if that is more
 RETRIED_STATUSES = (408, 409, 425, 429, *range(500, 600))
+Server = tuple[httpx2.AsyncClient, list[str]]  # a connection, and the addresses of the host
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -157,37 +158,43 @@ class _Questions:
     """Questions of one call, answered from the cache or by the server."""
 
     def __init__(self, judge: Judge, questions: Sequence[str]) -> None:
-        self.judge, self.cache = judge, judge.cache
+        self.config, self.address, self.cache = judge.config, judge.address, judge.cache
         self.requests = [{**judge.request, "messages": [{"role": "user", "content": text}]} for text in questions]
         self.keys = [ReplyCache.key(judge.address, request) for request in self.requests]
         self.failed_in_a_row = 0
         self.cache_works = True
+        self.token = ""
 
     async def outcomes(self) -> list[Reply | JudgeError]:
         """A reply or an error for each question."""
         found: list[Reply | JudgeError | None] = [self.cache.get(key) for key in self.keys]
         waiting = iter([number for number, reply in enumerate(found) if reply is None])
-        missing = found.count(None)
-        if missing:
+        together = min(self.config.judge_concurrency, found.count(None))
+        if together:
             try:
-                token = _token(self.judge)
-                addresses = await _addresses(self.judge)
+                self.token = self._token()
+                addresses = await self._addresses()
             except JudgeError as error:
                 return [error if reply is None else reply for reply in found]
-            async with _client(self.judge) as client:
-                server = _Server(self.judge, client, token, addresses)
-                together = min(self.judge.config.judge_concurrency, missing)
+            # Each question has a deadline. A proxy of the environment is another machine.
+            async with httpx2.AsyncClient(
+                timeout=None,
+                limits=httpx2.Limits(max_connections=together, max_keepalive_connections=together),
+                follow_redirects=False,
+                trust_env=self.config.allow_remote,
+            ) as client:
+                server = client, addresses
                 await asyncio.gather(*(self._work(server, waiting, found) for _ in range(together)))
         return [reply if reply is not None else JudgeError("was not asked") for reply in found]
 
-    async def _work(self, server: _Server, waiting: Iterator[int], found: list[Reply | JudgeError | None]) -> None:
+    async def _work(self, server: Server, waiting: Iterator[int], found: list[Reply | JudgeError | None]) -> None:
         """Ask one waiting question after the other."""
         for number in waiting:
-            if self.failed_in_a_row >= max(GIVE_UP_AFTER, self.judge.config.judge_concurrency):
+            if self.failed_in_a_row >= max(GIVE_UP_AFTER, self.config.judge_concurrency):
                 found[number] = JudgeError(f"was not asked, because {self.failed_in_a_row} in a row had no reply")
                 continue
             try:
-                reply = await server.ask(self.requests[number])
+                reply = await self._ask(server, self.requests[number])
             except JudgeError as error:
                 found[number] = error
                 self.failed_in_a_row += 1
@@ -207,80 +214,66 @@ class _Questions:
             self.cache_works = False
             return reply
 
-
-@dataclass
-class _Server:
-    """A connection to the judge's server."""
-
-    judge: Judge
-    client: httpx2.AsyncClient
-    token: str
-    addresses: list[str]  # of the host; empty: the client resolves its name
-
-    async def ask(self, request: dict[str, Any]) -> Reply:
+    async def _ask(self, server: Server, request: dict[str, Any]) -> Reply:
         """The reply to one request, under its deadline.
 
         Raises:
             JudgeError: if all attempts fail.
         """
         body = json.dumps(request).encode()
-        last, attempts, pause = "", 0, FIRST_PAUSE_SECONDS
+        last, attempts, pause, seconds = "", 0, FIRST_PAUSE_SECONDS, self.config.timeout_seconds
         try:
-            async with asyncio.timeout(self.judge.config.timeout_seconds):
+            async with asyncio.timeout(seconds):
                 while True:
                     attempts += 1
                     try:
-                        return await self._attempt(body)
+                        return await self._attempt(server, body)
                     except PassingFault as fault:
                         last = str(fault)
-                        if attempts > self.judge.config.judge_retries:
+                        if attempts > self.config.judge_retries:
                             break
                         await asyncio.sleep(max(pause, fault.pause_seconds))
                         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         except TimeoutError:
-            last = f"took longer than {self.judge.config.timeout_seconds:g} s" + (f", after it {last}" if last else "")
-        tries = f" ({attempts} attempts)" if attempts > 1 else ""
-        raise JudgeError(f"{last}{tries}")
+            last = f"took longer than {seconds:g} s" + (f", after it {last}" if last else "")
+        raise JudgeError(last + (f" ({attempts} attempts)" if attempts > 1 else ""))
 
-    async def _attempt(self, body: bytes) -> Reply:
+    async def _attempt(self, server: Server, body: bytes) -> Reply:
         """Ask once; a host that has several addresses is asked at the first that accepts the connection."""
-        *others, last = self.addresses or [""]
+        client, addresses = server
+        *others, last = addresses or [""]
         try:
             for address in others:
                 with contextlib.suppress(httpx2.ConnectError):
-                    return await self._exchange(body, address)
-            return await self._exchange(body, last)
+                    return await self._exchange(client, body, address)
+            return await self._exchange(client, body, last)
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             reason = self._own_words(str(error) or type(error).__name__)
-            raise PassingFault(f"had no reply from {self.judge.address}: {reason}") from None
+            raise PassingFault(f"had no reply from {self.address}: {reason}") from None
 
-    async def _exchange(self, body: bytes, address: str) -> Reply:
-        parts = urlsplit(self.judge.address)
+    async def _exchange(self, client: httpx2.AsyncClient, body: bytes, address: str) -> Reply:
+        parts = urlsplit(self.address)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Host": parts.netloc}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
-        url, extensions = self.judge.address, {}
+        url, extensions = self.address, {}
         if address:  # the checked address itself: the name could be resolved to another one the next time
             host = f"[{address}]" if ":" in address else address
-            url = parts._replace(netloc=f"{host}:{_port(self.judge)}").geturl()
+            url = parts._replace(netloc=f"{host}:{_port(parts)}").geturl()
             extensions = {"sni_hostname": parts.hostname}
-        async with self.client.stream("POST", url, content=body, headers=headers, extensions=extensions) as response:
+        async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as response:
             if response.is_redirect:
                 target = self._own_words(response.headers.get("location", "another address"))
                 raise JudgeError(f"was redirected to {target}, which is not followed: name the final address")
-            content = await self._content(response)
+            # A compressed reply may be of any size.
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise JudgeError("got a compressed reply, which was not asked for")
+            content = bytearray()
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > MOST_REPLY_BYTES:
+                    raise JudgeError(f"got a reply of more than {MOST_REPLY_BYTES >> 20} MiB")
         return self._reply(response, content.decode(errors="replace"))
-
-    async def _content(self, response: httpx2.Response) -> bytes:
-        """The body of a response, of limited size. A compressed one may be of any size, so it is refused."""
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise JudgeError("got a compressed reply, which was not asked for")
-        content = bytearray()
-        async for chunk in response.aiter_raw():
-            content += chunk
-            if len(content) > MOST_REPLY_BYTES:
-                raise JudgeError(f"got a reply of more than {MOST_REPLY_BYTES >> 20} MiB")
-        return bytes(content)
 
     def _reply(self, response: httpx2.Response, content: str) -> Reply:
         """The text in a response of the chat completions API."""
@@ -304,55 +297,42 @@ class _Server:
         line = one_printable_line(hide(text, self.token))
         return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
 
+    def _token(self) -> str:
+        """The access token; empty if the judge has none."""
+        variable, file = self.config.judge_token_variable, self.config.judge_token_file
+        if not variable and not file:
+            return ""
+        try:
+            return judge_token(variable, file and str(user_path(file).absolute()))
+        except (ConfigError, MachineError) as error:
+            raise JudgeError(f"was not asked: {one_printable_line(str(error))}") from None
 
-def _client(judge: Judge) -> httpx2.AsyncClient:
-    """A client without limits of time, because each question has a deadline.
+    async def _addresses(self) -> list[str]:
+        """The addresses of a judge on this machine; empty if it may be on another one: the client resolves its name.
 
-    Proxies of the environment are used for remote addresses only: a proxy is another machine.
-    """
-    limits = httpx2.Limits(
-        max_connections=judge.config.judge_concurrency, max_keepalive_connections=judge.config.judge_concurrency
-    )
-    return httpx2.AsyncClient(timeout=None, limits=limits, follow_redirects=False, trust_env=judge.config.allow_remote)
-
-
-def _token(judge: Judge) -> str:
-    """The access token; empty if the judge has none."""
-    variable, file = judge.config.judge_token_variable, judge.config.judge_token_file
-    if not variable and not file:
-        return ""
-    try:
-        return judge_token(variable, file and str(user_path(file).absolute()))
-    except (ConfigError, MachineError) as error:
-        raise JudgeError(f"was not asked: {one_printable_line(str(error))}") from None
-
-
-async def _addresses(judge: Judge) -> list[str]:
-    """The addresses of a judge on this machine; empty if it may be on another one.
-
-    Raises:
-        JudgeError: if its name is unknown, or belongs to another machine.
-    """
-    if judge.config.allow_remote:
-        return []
-    host = urlsplit(judge.address).hostname or ""
-    lookup: Awaitable[Any] = asyncio.get_running_loop().getaddrinfo(host, _port(judge), type=socket.SOCK_STREAM)
-    try:
-        async with asyncio.timeout(judge.config.timeout_seconds):
-            found = list(dict.fromkeys(str(entry[4][0]) for entry in await lookup))
-    except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
-        reason = one_printable_line(str(getattr(error, "strerror", "") or error or "no reply from the name server"))
-        raise JudgeError(f"was not asked: the host name {host} cannot be resolved ({reason})") from None
-    remote = [address for address in found if not is_this_machine(address)]
-    if remote:
-        which = "" if remote[0] == host else f" ({remote[0]})"
-        raise JudgeError(f"was not asked: {host}{which} is another machine; allow it with allow_remote = true")
-    return found
+        Raises:
+            JudgeError: if its name is unknown, or belongs to another machine.
+        """
+        if self.config.allow_remote:
+            return []
+        parts = urlsplit(self.address)
+        host = parts.hostname or ""
+        lookup: Awaitable[Any] = asyncio.get_running_loop().getaddrinfo(host, _port(parts), type=socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(self.config.timeout_seconds):
+                found = list(dict.fromkeys(str(entry[4][0]) for entry in await lookup))
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+            reason = one_printable_line(str(getattr(error, "strerror", "") or error or "no reply from the name server"))
+            raise JudgeError(f"was not asked: the host name {host} cannot be resolved ({reason})") from None
+        remote = [address for address in found if not is_this_machine(address)]
+        if remote:
+            which = "" if remote[0] == host else f" ({remote[0]})"
+            raise JudgeError(f"was not asked: {host}{which} is another machine; allow it with allow_remote = true")
+        return found
 
 
-def _port(judge: Judge) -> int:
-    parts = urlsplit(judge.address)
-    return parts.port or (443 if parts.scheme == "https" else 80)
+def _port(address: SplitResult) -> int:
+    return address.port or (443 if address.scheme == "https" else 80)
 
 
 def _retry_after(value: str) -> float:

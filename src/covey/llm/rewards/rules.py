@@ -1,5 +1,5 @@
 """Built-in rewards that are rules of the text: `exact`, `format`, `tags`, `length`, `repetition`, `language`,
-`countdown`; `environment`, and the length penalty that a run adds.
+`countdown`; and `environment`.
 
 No completion is evaluated as code.
 """
@@ -108,22 +108,8 @@ def length_penalty(
     for units in units_of(completions, completion_ids, unit):
         excess = len(units) - length_target
         x = min(1.0, (abs(excess) if length_both_sides else max(0, excess)) / (length_limit - length_target))
-        penalties.append(-x if length_shape == "linear" else (math.cos(math.pi * x) - 1) / 2)
+        penalties.append(0.0 - x if length_shape == "linear" else (math.cos(math.pi * x) - 1) / 2)
     return penalties
-
-
-def overlong(completion_ids: Sequence[Sequence[int]], *, max_new_tokens: int, overlong_tokens: int) -> list[float]:
-    """Length penalty: 0 up to `overlong_tokens` before the token limit, then linear to -1 at the limit.
-
-    R = 0 if |y| <= L - C, else (L - C - |y|) / C      DAPO (arXiv 2503.14476), eq. 13
-
-    Args:
-        completion_ids: |y| tokens each, with the end token.
-        max_new_tokens: L; no completion is longer.
-        overlong_tokens: C, the number of penalised tokens before the limit; above 0.
-    """
-    free = max_new_tokens - overlong_tokens
-    return [min(0.0, (free - len(ids)) / overlong_tokens) for ids in completion_ids]
 
 
 def repetition_penalty(

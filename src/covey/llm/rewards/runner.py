@@ -62,7 +62,7 @@ class InProcess(RewardRunner):
 
     The function gets a copy of its arguments, and its changes of the process state are reverted (`ProcessState`). A
     coroutine function waits for most of the time, so it runs in the background; another function would compete with the
-    sampler for Python's interpreter, so `start` returns when it has returned.
+    sampler for Python's interpreter, so it is not `early`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -74,11 +74,10 @@ class InProcess(RewardRunner):
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Future[Results]:
-        call = partial(self._call, arguments, global_step, seconds, step_counts)
-        return in_thread(call) if self.early else done(call)
+        return in_thread(partial(self.call, arguments, global_step, seconds, step_counts))
 
-    def _call(
-        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None
+    def call(
+        self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Results:
         process = os.getpid()
         with _STATE:
@@ -112,22 +111,15 @@ class InProcess(RewardRunner):
 def in_thread(call: Callable[[], T]) -> Future[T]:
     """The result of a call in a thread of its own, which does not keep an interrupted run alive."""
     future: Future[T] = Future()
-    threading.Thread(target=_fill, args=(future, call), daemon=True, name="covey-reward").start()
+
+    def fill() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=fill, daemon=True, name="covey-reward").start()
     return future
-
-
-def done(call: Callable[[], T]) -> Future[T]:
-    """The result of a call in this thread."""
-    future: Future[T] = Future()
-    _fill(future, call)
-    return future
-
-
-def _fill(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _copied(value: Any) -> Any:

@@ -13,7 +13,7 @@ from covey.config.rewards import check_reward
 from covey.data import Group, Rollout, Start
 from covey.llm.reward_models.reward import ModelReward
 from covey.llm.rewards.reward_call import Results
-from covey.llm.rewards.rules import overlong
+from covey.llm.rewards.rules import length_penalty
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
@@ -53,7 +53,7 @@ class WeightedReward:
     per_step: bool = False  # a number for each reasoning step of a completion
     per_turn: bool = False  # the sum of `Rollout.turn_rewards`, each of which is paid at the end of its turn
     binary: bool = False  # always 1 (right) or 0 (wrong), so its mean is an accuracy
-    one_by_one: bool = False  # `timeout_seconds` is the deadline of one completion
+    range: tuple[float, float] | None = None  # lowest and highest value (of each step); None: not known
     check: Callable[..., Any] | None = None  # of the values of the columns `gold` of a row (`BuiltInReward.check`)
     gold: tuple[str, ...] = ()
 
@@ -108,16 +108,19 @@ class WeightedReward:
             per_step=config.is_per_step,
             per_turn=config.is_per_turn,
             binary=config.is_binary,
-            one_by_one=built_in is not None and built_in.one_by_one,
+            range=config.range,
             check=load_function(built_in.check) if built_in is not None and built_in.check else None,
             gold=() if built_in is None else tuple(getattr(config, name, name) for name in built_in.gold),
         )
 
     @staticmethod
     def overlong(max_new_tokens: int, overlong_tokens: int) -> WeightedReward:
-        """DAPO's length penalty of completions near the token limit, which a run adds to its rewards."""
-        options = {"max_new_tokens": max_new_tokens, "overlong_tokens": overlong_tokens}
-        return WeightedReward("overlong", InProcess(overlong), options, shaping=True)
+        """The length penalty that a run adds to its rewards: 0 up to `overlong_tokens` before the token limit, then
+        linear to -1 at the limit. DAPO (arXiv 2503.14476), eq. 13
+        """
+        target = max_new_tokens - overlong_tokens
+        config = RewardConfig(name="length", length_target=target, length_limit=max_new_tokens)
+        return WeightedReward("overlong", InProcess(length_penalty), config.arguments, shaping=True)
 
     def evaluate(self, groups: Sequence[Group]) -> list[RewardResult]:
         """Call the function once for all rollouts of `groups`; errors as of `RewardRunner.start`."""

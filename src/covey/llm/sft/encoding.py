@@ -18,7 +18,7 @@ from covey.config.files import LARGEST_RECORDS, read_below
 from covey.config.sft import SFTConfig
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
-from covey.llm.conversation.given_turns import GivenTurns
+from covey.llm.conversation.styles import GivenTurns
 from covey.llm.conversation.tools import Tool
 from covey.llm.data.rows import Options
 from covey.llm.data.sft_examples import Example, Messages

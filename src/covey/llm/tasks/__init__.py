@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.config import (
-    ArithmeticConfig,
-    CodeFunctionsConfig,
-    ConfigError,
-    CountdownConfig,
-    DatasetConfig,
-    EnvironmentTaskConfig,
-    GuessNumberConfig,
-    HumanEvalConfig,
-    LookupConfig,
-    MazeConfig,
-    ReasoningGymConfig,
-    RewardConfig,
-    RunningTotalConfig,
-    WordProblemsConfig,
-)
+from covey.config import ConfigError, RewardConfig
 from covey.data import Task
 from covey.llm.tasks.arithmetic import Arithmetic, Countdown, RunningTotal
 from covey.llm.tasks.code_functions import CodeFunctions, HumanEval
@@ -36,20 +21,11 @@ __all__ = [
     "build_task", "default_rewards", "task_of",
 ]  # fmt: skip
 
-_TASKS: dict[type, Callable[..., Task]] = {
-    ArithmeticConfig: Arithmetic,
-    CountdownConfig: Countdown,
-    WordProblemsConfig: WordProblems,
-    RunningTotalConfig: RunningTotal,
-    CodeFunctionsConfig: CodeFunctions,
-    GuessNumberConfig: GuessNumberTask,
-    MazeConfig: MazeTask,
-    LookupConfig: Lookup,
-    EnvironmentTaskConfig: EnvironmentSeeds,
-    HumanEvalConfig: HumanEval,
-    DatasetConfig: PromptDataset,
-    ReasoningGymConfig: ReasoningGym,
-}
+_CLASSES: tuple[Any, ...] = (
+    Arithmetic, Countdown, WordProblems, RunningTotal, CodeFunctions, GuessNumberTask, MazeTask, Lookup,
+    EnvironmentSeeds, HumanEval, PromptDataset, ReasoningGym,
+)  # fmt: skip
+_TASKS = {task.config_type: task for task in _CLASSES}
 
 
 def build_task(config: Any) -> Task:
@@ -58,12 +34,13 @@ def build_task(config: Any) -> Task:
     Raises:
         ConfigError: if its fields are invalid, or its data cannot be read.
     """
-    return _TASKS[type(config)](**vars(config))
+    task: Task = _TASKS[type(config)](**vars(config))
+    return task
 
 
 def default_rewards(config: Any) -> tuple[RewardConfig, ...]:
     """The rewards of a run on this task if the recipe names none; the task is not built."""
-    rewards: tuple[RewardConfig, ...] = getattr(_TASKS[type(config)], "default_rewards", ())
+    rewards: tuple[RewardConfig, ...] = _TASKS[type(config)].default_rewards
     return rewards
 
 

@@ -19,19 +19,8 @@ from covey.llm.tasks.generated import GeneratedTask, Problem, checked
 
 ENTRY_POINT = "solve"
 WORDS = (
-    "apple",
-    "Banana",
-    "river",
-    "Moon",
-    "garden",
-    "Tiger",
-    "window",
-    "Paper",
-    "coffee",
-    "Summer",
-    "letter",
-    "OCEAN",
-)
+    "apple", "Banana", "river", "Moon", "garden", "Tiger", "window", "Paper", "coffee", "Summer", "letter", "OCEAN",
+)  # fmt: skip
 DRAWS_OF_CASES = 100  # for one function, before the next
 LETTERS = "abcdefgilmnoprstu"
 AFFIXES = ("!", "?", "...", "ing", "ed", "_id", ".py", "-x", " end", "new ", "re", "un", "Mr. ", "#", "id_", "pre")
@@ -280,6 +269,7 @@ class HumanEval(Rows):
     """
 
     name = "human_eval"
+    config_type = HumanEvalConfig
     default_rewards = (RewardConfig(name="code"),)
 
     def __init__(self, **fields: Any) -> None:

@@ -34,6 +34,7 @@ class PromptDataset:
     """
 
     name = "dataset"
+    config_type: type = DatasetConfig
     default_rewards: tuple[RewardConfig, ...] = (RewardConfig(name="numeric"),)
 
     def __init__(self, **fields: Any) -> None:

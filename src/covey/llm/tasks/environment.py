@@ -34,6 +34,7 @@ class EnvironmentSeeds:
     """
 
     name = "environment"
+    config_type = EnvironmentTaskConfig
     default_rewards: tuple[RewardConfig, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
@@ -99,7 +100,6 @@ class GuessNumberTask(GeneratedTask[GuessNumberConfig]):
 
     name = "guess_number"
     config_type = GuessNumberConfig
-    default_rewards: tuple[RewardConfig, ...] = ()
 
     def problem(self, rng: random.Random) -> Problem:
         highest, guesses = self.config.highest, self.config.guesses
@@ -124,7 +124,6 @@ class MazeTask(GeneratedTask[MazeConfig]):
 
     name = "maze"
     config_type = MazeConfig
-    default_rewards: tuple[RewardConfig, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of MazeConfig."""

@@ -49,7 +49,7 @@ class GeneratedTask(ABC, Generic[Config]):
 
     name: str
     config_type: type[Config]
-    default_rewards: tuple[RewardConfig, ...]
+    default_rewards: tuple[RewardConfig, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields of `config_type`."""

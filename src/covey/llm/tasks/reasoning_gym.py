@@ -35,6 +35,7 @@ class ReasoningGym:
     """
 
     name = "reasoning_gym"
+    config_type = ReasoningGymConfig
     default_rewards = (RewardConfig(name="reasoning_gym"),)
 
     def __init__(self, **fields: Any) -> None:

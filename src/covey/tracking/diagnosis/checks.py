@@ -208,7 +208,7 @@ def falling_score(history: History, settings: Settings) -> Seen | None:
     return Seen(
         f"the score fell from {best.value:.3g} (steps {best.step - RECENT + 1} to {best.step}) to {level:.3g} (last "
         f"{RECENT} steps); it began at {start:.3g}",
-        f"Try {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}{f', or {cautious}' if cautious else ''}",
+        f"Try {settings.lower_rate}{f', or {cautious}' if cautious else ''}",
         "problem",
     )
 
@@ -399,7 +399,7 @@ def _more_entropy(settings: Settings) -> str:
     temperature = settings.number("sampling.temperature", 1.0)
     if not settings.is_control and temperature < 1:
         return f"{settings.change('sampling.temperature', 1.0)}, or {advice}"
-    return f"{advice}, or {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}"
+    return f"{advice}, or {settings.lower_rate}"
 
 
 def rising_entropy(history: History, settings: Settings) -> Seen | None:
@@ -411,11 +411,10 @@ def rising_entropy(history: History, settings: Settings) -> Seen | None:
         return None
     bonus = settings.number("loss.entropy_coefficient", 0.0)
     less = f"{settings.change('loss.entropy_coefficient', bonus / 10)}, or " if bonus else ""
-    lower = settings.scaled("update.learning_rate", 1 / 3, 1e-5)
     return Seen(
         f"{'the standard deviation of the actions' if name == 'policy/std' else 'the entropy'} rose from {start:.3g} "
         f"to {level:.3g}, and the score did not",
-        f"Try {less}{lower}",
+        f"Try {less}{settings.lower_rate}",
         "problem" if history.falls("score/mean") else "warning",
     )
 
@@ -432,7 +431,7 @@ def kl_runaway(history: History, settings: Settings) -> Seen | None:
     hold = settings.change("loss.kl_coefficient", 3 * coefficient or 0.02)
     return Seen(
         f"the KL to the reference is {kl:.3g} nats per token; the entropy of the policy was {entropy:.3g} at first",
-        f"Try {hold}, or {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}",
+        f"Try {hold}, or {settings.lower_rate}",
         "warning" if history.rises("score/mean") else "problem",
     )
 
@@ -462,11 +461,10 @@ def clip_fraction(history: History, settings: Settings) -> Seen | None:
 
 
 def _smaller_updates(settings: Settings) -> str:
-    lower = settings.scaled("update.learning_rate", 1 / 3, 1e-5)
     if settings.optimizer_steps == 1:
-        return lower
+        return settings.lower_rate
     epochs = int(settings.number("update.epochs", 1))
-    return f"{lower}, or " + (
+    return f"{settings.lower_rate}, or " + (
         settings.change("update.epochs", max(epochs // 2, 1))
         if epochs > 1
         else settings.change("update.target_kl", 0.02)
@@ -505,8 +503,7 @@ def gradient_spikes(history: History, settings: Settings) -> Seen | None:
     return Seen(
         f"{len(spikes)} of the last {len(norms)} gradients were more than {SPIKE:g} times as long as those before and "
         f"after them; the longest was {max(spikes):.3g}, the median is {middle:.2g}",
-        f"Look for outliers among the rewards of these steps in rollouts/. Try "
-        f"{settings.scaled('update.learning_rate', 1 / 3, 1e-5)}{clip}",
+        f"Look for outliers among the rewards of these steps in rollouts/. Try {settings.lower_rate}{clip}",
     )
 
 
@@ -521,11 +518,10 @@ def skipped_updates(history: History, settings: Settings) -> Seen | None:
     skipped = history.of("update/skipped_steps").total
     if not skipped:
         return None
-    rate = settings.scaled("update.learning_rate", 1 / 3, 1e-5)
     return Seen(
         f"{skipped:.0f} optimizer step{'s were' if skipped > 1 else ' was'} left out, because loss or gradient was "
         "not finite",
-        f"Try {rate}, and look for rewards that are infinite or not a number",
+        f"Try {settings.lower_rate}, and look for rewards that are infinite or not a number",
         "problem" if skipped >= FEW_SKIPPED else "warning",
     )
 
@@ -599,7 +595,7 @@ def updates_cut_short(history: History, settings: Settings) -> Seen | None:
     return Seen(
         f"the target_kl of {target:g} ended {ended:.0%} of the last {RECENT} updates early, after {median(recent):g} "
         f"of {epochs:g} epochs (median)",
-        f"Try {settings.scaled('update.learning_rate', 1 / 3, 1e-5)}",
+        f"Try {settings.lower_rate}",
     )
 
 

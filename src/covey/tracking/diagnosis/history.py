@@ -215,6 +215,11 @@ class Settings:
         value = self.number(field, default) * factor
         return self.change(field, round(value) if isinstance(self.get(field), int) and value >= 1 else value)
 
+    @property
+    def lower_rate(self) -> str:
+        """`change` of the learning rate to a third."""
+        return self.scaled("update.learning_rate", 1 / 3, 1e-5)
+
     def _name(self, field: str) -> str:
         return IN_CONTROL.get(field, field) if self.is_control else field
 
