@@ -29,7 +29,7 @@ tests/llm/test_known_bugs.py.
     test_gradient_is_the_papers
 20  groups told apart by position or by prompt: test_areal_1419_partial_groups_shift_a_fixed_stride
 21  a failed reward counted as 0: test_failed_rows_leave_their_group
-22  a wrong number of rewards: test_a_function_that_breaks_its_contract_stops_the_run_at_once
+22  a wrong number of rewards: test_anything_else_is_one_line
 23  end and pad tokens known by their ids: test_trl_4970_every_declared_end_id_ends_and_pad_is_not_known_by_its_id
 24  positions shifted by padding on the left: test_behavior_logprobs_are_those_of_a_full_forward
 25  text decoded and encoded again: test_trl_5224_completions_decoded_and_encoded_again,
