@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.generation import backend
@@ -101,6 +103,84 @@ def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request, mon
     assert {one.end for one in right} == {EndReason.STOP, EndReason.LENGTH}
     for ours, theirs in zip(found, right, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+# Operations that only make a tensor or another view of one.
+NO_LAUNCH = tuple(
+    f"aten.{name}."
+    for name in [
+        "empty",
+        "empty_like",
+        "new_empty",
+        "view",
+        "slice",
+        "split",
+        "t",
+        "detach",
+        "alias",
+        "_unsafe_view",
+        "select",
+        "unsqueeze",
+        "transpose",
+        "expand",
+        "permute",
+        "_reshape_alias",
+        "as_strided",
+        "lift_fresh",
+        "chunk",
+        "flatten",
+    ]
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations on numbers, kernels of Triton, which it leaves out, and copies to the host."""
+
+    def __init__(self, monkeypatch) -> None:
+        from covey.llm.native import triton_functions
+
+        super().__init__()
+        self.count = self.reads = 0
+        for name, value in vars(triton_functions).items():
+            if type(value).__name__ == "InterpretedFunction":
+                monkeypatch.setattr(triton_functions, name, self)
+        read = torch.Tensor.cpu
+        monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: self._read() or read(tensor))
+
+    def _read(self) -> None:
+        self.reads += 1
+
+    def __getitem__(self, grid: object):
+        self.count += 1
+        return lambda *_, **__: None
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += not str(operation).startswith(NO_LAUNCH)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_layer_is_eleven_launches_and_eight_steps_are_one_read(kernels, monkeypatch):
+    from covey.llm.generation.graph_decoder import GraphDecoder
+
+    module = tiny_model("llama")
+    decoder = GraphDecoder(module, kernels, 4, 8)
+    keys = torch.zeros(len(decoder.layers), decoder.heads.keys, 3, decoder.heads.width)
+    decoder.append(keys, keys, 4)
+    fed, uniforms = torch.zeros(4, dtype=torch.int64), np.zeros((4, 8))
+    decoder.draw(fed, uniforms[:, :1], 1.0)  # makes the tensors of the step
+    launches = Launches(monkeypatch)
+    counts = []
+    for layers in (decoder.layers, decoder.layers[:1]):
+        decoder.layers = layers
+        launches.count = 0
+        with launches:
+            decoder.draw(fed, uniforms[:, :1], 1.0)
+        counts.append(launches.count)
+    assert counts[0] - counts[1] == 11 * (len(keys) - 1)
+    launches.reads = 0
+    with launches:
+        decoder.draw(fed, uniforms, 1.0)
+    assert launches.reads == 1
 
 
 def test_a_row_without_a_distribution_fails_its_batch(on_gpu_kernels):

@@ -1,7 +1,8 @@
 """The interface of decoders, the prefill that two of them share, and layers with prepacked weights.
 
 A decoder takes prompts, each shared by the rows of a group, and returns the logits of every row's next token. The
-implementations are `NativeDecoder`, `SharedPrefixDecoder`, `CacheDecoder` and `FullForwardDecoder`; `backend.py`
+implementations are `NativeDecoder`, `GraphDecoder`, `SharedPrefixDecoder`, `CacheDecoder` and `FullForwardDecoder`;
+`backend.py`
 selects one.
 
 Decoding multiplies few rows by every weight, so reading the weights takes much of its time. A copy that oneDNN has

@@ -79,12 +79,15 @@ class GraphDecoder:
             for prompt, length in enumerate(layout.prompt_lengths):
                 of_layers = (layout.keys, layout.values)
                 keys, values = (torch.stack([one[:, prompt, :length] for one in each]) for each in of_layers)
-                self.prompts += [_Prompt(keys, values, length)] * group_size
+                self.append(keys, values, group_size)
             logits.append(self.head(hidden_SW))
-        new = len(prompts) * group_size
-        self.slots += [self.free.pop() for _ in range(new)]
-        self.decoded += [0] * new
         return torch.cat(logits)
+
+    def append(self, keys: Tensor, values: Tensor, rows: int) -> None:
+        """Append rows that share the keys and values of a prompt, [layers, K, P, D], to the batch."""
+        self.prompts += [_Prompt(keys, values, keys.shape[2])] * rows
+        self.slots += [self.free.pop() for _ in range(rows)]
+        self.decoded += [0] * rows
 
     def select(self, rows: Tensor) -> None:
         kept = rows.tolist()
@@ -103,7 +106,7 @@ class GraphDecoder:
     @torch.inference_mode()
     def draw(
         self, tokens_R: Tensor, uniforms_RN: NDArray[np.float64], temperature: float
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Feed the tokens, and draw N tokens for every row; returns them and their log-probabilities, [R, N].
 
         A row whose logits are not finite has log-probabilities that are not a number.
@@ -113,8 +116,9 @@ class GraphDecoder:
         for _ in range(steps):
             graph.drawing_step(lambda: self._draw(graph, temperature))
         self.decoded = [tokens + steps for tokens in self.decoded]
-        tokens_RN, logprobs_RN = (found[:rows, :steps].cpu() for found in (graph.tokens_CN, graph.logprobs_CN))
-        return tokens_RN.numpy(), logprobs_RN.numpy()
+        found = torch.stack([graph.tokens_CN.double(), graph.logprobs_CN.double()])  # read at once; both are exact
+        tokens_RN, logprobs_RN = found[:, :rows, :steps].cpu().numpy()
+        return tokens_RN.astype(np.int64), logprobs_RN
 
     def _ready(self, tokens_R: Tensor) -> _Graph:
         """The graph for the present rows, with their state; the others have a slot of their own and no prompt."""
