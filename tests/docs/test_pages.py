@@ -158,3 +158,11 @@ def test_every_function_that_a_page_links_to_is_defined_there() -> None:
 
 def test_the_picture_of_the_layout_has_the_imports():
     assert size.picture() in (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_table_of_gpus_is_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_tables
+
+    assert gpu_tables.table() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

@@ -622,12 +622,12 @@ def test_many_programs_leave_no_process_and_no_descriptor(name: str) -> None:
         return runner.call(columns, 0, 0.0).values
 
     values(4)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd"))  # with the sockets of these programs, if they are still open
     assert values(40) == [1.0, 0.0, 0.0, 1.0] * 10
     deadline = time.monotonic() + 60
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)  # the sockets of programs are closed in the background
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     runner.close()
     assert processes_left() == []
 

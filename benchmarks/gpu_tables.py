@@ -1,0 +1,94 @@
+"""The table of docs/gpu.md: what trains on a GPU of a size, by covey's prediction of the memory.
+
+    .venv/bin/python benchmarks/gpu_tables.py           print it
+    .venv/bin/python benchmarks/gpu_tables.py --write   replace it in the docs
+
+Nothing is computed on a GPU. `tests/docs/test_pages.py` compares the docs with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+from covey.experiment.plan import read_configs
+from covey.llm.memory.dimensions import Dimensions, read_dimensions
+from covey.llm.memory.estimate import predict
+
+DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
+GIB = 1 << 30
+CARDS = (8, 12, 16, 24, 48, 80)
+USABLE = 0.92  # of a GPU's memory; the allocator reserves more than is in use
+# hidden width, layers, query and key heads, width of the MLP, vocabulary, whether the output layer is the embedding
+SHAPES = {
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+}
+TASK = [
+    "--prompts-per-step=8",
+    "--group-size=8",
+    "--max-new-tokens=512",
+    "--microbatch-tokens=4096",
+    "--precision=bf16",
+]
+PROMPT_TOKENS = 256
+WAYS = {  # the first that fits is shown
+    "all weights": [],
+    "all weights, recomputed, 8-bit moments": ["--update.recompute=true", "--update.eight-bit-moments=true"],
+    "LoRA": ["--lora.rank=16"],
+    "LoRA, recomputed": ["--lora.rank=16", "--update.recompute=true"],
+}
+
+
+def dimensions(name: str) -> Dimensions:
+    hidden, layers, heads, keys, inner, vocabulary, tied = SHAPES[name]
+    config = {
+        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": keys, "intermediate_size": inner, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    return read_dimensions(config, name)
+
+
+def needed(size: Dimensions, card: int) -> dict[str, float]:
+    """GiB of each way on a card of so many GiB, an eighth of which holds keys and values while sampling."""
+    with (
+        patch("covey.llm.generation.local_generator.ASSUMED_GPU_BYTES", card * GIB),
+        patch("torch.cuda.is_available", lambda: False),
+    ):
+        return {
+            way: predict(
+                size, read_configs([*TASK, *words], ["grpo"], None, None)["grpo"], device="cuda", width=2,
+                prompt_tokens=PROMPT_TOKENS,
+            ).peak / GIB
+            for way, words in WAYS.items()
+        }  # fmt: skip
+
+
+def table() -> str:
+    lines = ["| model | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
+    for name in SHAPES:
+        size, cells = dimensions(name), []
+        for card in CARDS:
+            fitting = [(way, gib) for way, gib in needed(size, card).items() if gib <= USABLE * card]
+            cells.append(f"{fitting[0][0]}: {fitting[0][1]:.1f}" if fitting else "does not fit")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/gpu.md")
+    if parser.parse_args().write:
+        text = DOCS.read_text(encoding="utf-8")
+        DOCS.write_text(re.sub(r"\| model \|(.*\n)+?(?=\n)", table() + "\n", text), encoding="utf-8")
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
