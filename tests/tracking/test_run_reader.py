@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from covey.config.files import Refused
-from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, ranges
+from covey.tracking.run_reader import RunReader, kind_of_run, number, prompt_text, ranges, scores_of_run
+from covey.tracking.wording import SCORE
 
 
 def write(folder: Path, name: str, *lines: dict[str, Any] | bytes) -> None:
@@ -152,3 +153,14 @@ def test_values_of_other_types_are_none() -> None:
     assert [prompt_text(prompt) for prompt in ("x", chat, None, 7, {})] == ["x", "a\nb\n\n", "", "7", "{}"]
     assert ranges([1, 2, 3, 7, 9, 10]) == [[1, 3], [7, 7], [9, 10]]
     assert ranges([]) == []
+
+
+@pytest.mark.parametrize(("reward", "limited"), [({"name": "digits"}, True), ({"function": "rewards.py:f"}, False)])
+def test_an_interval_of_recorded_scores_ends_at_the_possible_maximum(reward: dict[str, str], limited: bool) -> None:
+    scores, config = [1.0] * 9 + [0.2], {"rewards": [reward]}
+    unlimited = SCORE.estimate(scores)
+    assert unlimited["high"] > 1
+    right = {**unlimited, "high": 1.0} if limited else unlimited
+    for summary in (None, {"domain": "language", "score_kind": "score"}):
+        assert scores_of_run(config, summary).estimate(scores) == right
+    assert scores_of_run(None, None).estimate(scores) == unlimited

@@ -168,10 +168,9 @@ def _show_kinds(reader: RunReader, before: Answers, after: Answers) -> None:
     """Print the scores by kind of problem, if there are kinds."""
     from covey.tracking.console import by_kind_table
     from covey.tracking.evaluations import kinds_of_answers
-    from covey.tracking.run_reader import kind_of_run
-    from covey.tracking.wording import SCORE_KINDS
+    from covey.tracking.run_reader import scores_of_run
 
-    kind = SCORE_KINDS[kind_of_run(reader.config(), reader.summary())[1] or "score"]
+    kind = scores_of_run(reader.config(), reader.summary())
     if kinds := kinds_of_answers(before, after, kind):
         console = plain_console()
         console.print(by_kind_table(kinds, kind))

@@ -32,9 +32,8 @@ from covey.llm.model.loading import holds_adapter, load_adapted_checkpoint, load
 from covey.llm.model.lora import add_adapter, load_adapter, save_adapter
 from covey.runtime.device import choose_precision
 from covey.tracking.run_folder import write_folders
-from covey.tracking.run_reader import RunReader
+from covey.tracking.run_reader import RunReader, scores_of_run
 from covey.tracking.run_store import read_metrics
-from covey.tracking.wording import SCORE, SCORE_KINDS
 
 CARD = "README.md"
 
@@ -223,7 +222,7 @@ def _cell(value: Any) -> str:
 def _evaluations(run_dir: Path, step: int) -> list[str]:
     """The table of the held-out scores before training and after the step, from the recorded answers."""
     reader = RunReader(run_dir)
-    kind = SCORE_KINDS.get(str((reader.summary() or {}).get("score_kind")), SCORE)
+    kind = scores_of_run(reader.config(), reader.summary())
     before, after = (_scores(reader, number) for number in (0, step))
     if not before and not after:
         return []

@@ -16,15 +16,15 @@ from covey.tracking.run_reader import (
     Group,
     RunReader,
     conversation_turns,
-    kind_of_run,
     number,
     prompt_text,
     ranges,
+    scores_of_run,
     searched_text,
     table,
     text,
 )
-from covey.tracking.wording import SCORE_KINDS, ScoreKind
+from covey.tracking.wording import ScoreKind
 
 Answers = dict[int, dict[str, Any]]  # of one evaluation at one token limit, by problem
 ORDERS = ("problem", "better", "worse")
@@ -52,7 +52,7 @@ def evaluations_of(
             for one in map(table, written)
         ]
     steps = reader.held_out_steps()
-    kind = SCORE_KINDS.get(kind_of_run(config, summary)[1] or "score", SCORE_KINDS["score"])
+    kind = scores_of_run(config, summary)
     if not steps:
         recorded = reader.origin().get("before")
         given = table(recorded[0]) if isinstance(recorded, list) and recorded else {}

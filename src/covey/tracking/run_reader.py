@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
-from covey.config import ConfigError, ControlConfig
+from covey.config import ConfigError, ControlConfig, RewardConfig
 from covey.config.files import files_below, open_below, parse_json, parse_toml, read_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict
@@ -35,7 +35,7 @@ from covey.tracking.run_folder import (
     STOPPED_FILE,
     SUMMARY_FILE,
 )
-from covey.tracking.wording import WORDINGS
+from covey.tracking.wording import SCORE, SCORE_KINDS, WORDINGS, ScoreKind
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
 LARGEST_DOCUMENT = 2 << 20  # bytes of a JSON or TOML file; real ones have a few kilobytes
@@ -272,10 +272,24 @@ def kind_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | N
         return "language", None
     if isinstance(read, ControlConfig):
         return "control", "return"
-    if not read.rewards:
-        return "language", None
-    counted = min(read.rewards, key=lambda reward: (not reward.score, reward.is_per_step))
-    return "language", "accuracy" if counted.is_binary else "score"
+    counted = _counted(read)
+    return "language", None if counted is None else "accuracy" if counted.is_binary else "score"
+
+
+def scores_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | None) -> ScoreKind:
+    """The kind of a run's scores, "score" if unknown, within the limits of the reward that evaluations count."""
+    kind = SCORE_KINDS.get(kind_of_run(config, summary)[1] or "", SCORE)
+    try:
+        read = config_from_dict(dict(config or {}))
+    except (ConfigError, TypeError, ValueError):
+        return kind
+    counted = None if isinstance(read, ControlConfig) else _counted(read)
+    return kind if counted is None else kind.within(counted.range)
+
+
+def _counted(config: Any) -> RewardConfig | None:
+    """The reward of a recipe that evaluations count; None if rewards were given in Python."""
+    return min(getattr(config, "rewards", ()), key=lambda reward: (not reward.score, reward.is_per_step), default=None)
 
 
 LONGEST_ROW = 4 << 20  # bytes; a longer one counts as damaged
