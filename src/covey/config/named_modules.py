@@ -200,7 +200,7 @@ def _check_source(path: Path, name: str, where: str, kind: str) -> None:
         functions = [known for known, node in bound.items() if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         raise ConfigError(f"{where}: {path} has no {kind} {name!r}{did_you_mean(name, functions)}")
     if isinstance(bound[name], _LITERALS):
-        raise ConfigError(f"{where}: {name!r} in {path} is no {kind}")
+        raise ConfigError(f"{where}: {name!r} in {path} is not a {kind}")
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST | None] | None:

@@ -524,7 +524,7 @@ def _control(config: ControlConfig) -> Iterator[Fault]:
             "compare: set credit to 'outcome', or kind to 'episodes'",
             {"loss.credit": Default},
         )
-    if credit == "within_episode" and rollouts.group_size != 1:
+    elif credit == "within_episode" and rollouts.group_size != 1:
         yield Fault(
             f"rollouts.group_size is {rollouts.group_size}, but loss.credit = 'within_episode' compares the decisions "
             "of one episode with each other: set group_size to 1 (and starts_per_step to the episodes of a step)",
