@@ -43,7 +43,10 @@ def _options(parser: Parser) -> None:
 def _planner() -> Any:
     """The module of covey-cluster that plans ranks; None if it is not installed."""
     module = entry_points_of("covey.planners").get("cluster", "").partition(":")[0]
-    return importlib.import_module(module) if module else None
+    try:
+        return importlib.import_module(module) if module else None
+    except ModuleNotFoundError:  # its metadata was found, but not its files
+        return None
 
 
 def plan_command(arguments: argparse.Namespace, fields_given: list[str]) -> None:

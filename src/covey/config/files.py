@@ -412,7 +412,9 @@ def open_below(folder: Path, *parts: str) -> Iterator[BufferedReader]:
     with _folder_below(folder, *parts[:-1]) as descriptor:
         name = _checked(parts[-1])
         path = folder.joinpath(*parts)
-        if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+        with _naming(path):
+            is_plain = stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
+        if not is_plain:
             raise Refused(f"{path} is a link or not a plain file: remove it")
         file = _open(name, _READ, descriptor, path)
     with open(file, "rb") as opened:
@@ -510,9 +512,20 @@ def _folder_below(folder: Path, *parts: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context manager whose errors have the whole path; the system's have the name in its folder."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def _open(name: str, flags: int, folder: int, path: Path) -> int:
     try:
-        return os.open(name, flags, 0o666, dir_fd=folder)
+        with _naming(path):
+            return os.open(name, flags, 0o666, dir_fd=folder)
     except OSError as error:
         is_link = error.errno in (errno.ELOOP, errno.EMLINK)
         if error.errno == errno.ENOTDIR:  # Linux's answer for a link where a folder is expected

@@ -313,6 +313,13 @@ def _shared(config: Config) -> Iterator[Fault]:
         }.items():
             if found:
                 yield Fault(f"loss.entropy_controller is 'clip', but {reason}", unset)
+    if config.replay.groups:
+        yield from _replayed(config)
+
+
+def _replayed(config: Config) -> Iterator[Fault]:
+    """Rules of earlier groups in a step."""
+    loss, algorithm = config.loss, config.algorithm
     for reason, found in {
         f"{algorithm} does not compare within groups, so the advantages of a rollout are those of the step that "
         "sampled it: remove it, or choose grpo": algorithm in NOT_BY_GROUP,
@@ -325,7 +332,7 @@ def _shared(config: Config) -> Iterator[Fault]:
         "iteration.steps trains the reward model, so earlier groups have the rewards of another one: remove one of "
         "them": isinstance(config, RunConfig) and config.iteration.steps is not None,
     }.items():
-        if found and config.replay.groups:
+        if found:
             yield Fault(f"replay.groups is set, but {reason}", {"replay.groups": Default})
 
 

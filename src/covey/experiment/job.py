@@ -270,13 +270,8 @@ class Job:
                     own.raise_fault(then)
                     display.note(f"stopped after step {progress.step}. {then}")
                     return None
-            ended_early = settings.ends_early(progress)
-            if ended_early:
-                display.note(
-                    f"training ends early after step {progress.step}: the held-out {builder.score_name} was best after "
-                    f"step {progress.best_step} ({progress.best_score:g}), and not better in "
-                    f"{progress.evaluations_since_best} evaluations since"
-                )
+            if ended_early := settings.ends_early(progress):
+                display.note(_early_end(builder, progress))
             after = experiment.measure("after")
             last = builder.tracked(after)
             settings.count_evaluation(progress, last)
@@ -441,6 +436,14 @@ def summarise(
         "findings": brief(diagnose(steps, config_to_dict(builder.config), results["evaluations"])),
         **best,
     }
+
+
+def _early_end(builder: ExperimentBuilder, progress: Progress) -> str:
+    return (
+        f"training ends early after step {progress.step}: the held-out {builder.score_name} was best after step "
+        f"{progress.best_step} ({progress.best_score:g}), and not better in {progress.evaluations_since_best} "
+        "evaluations since"
+    )
 
 
 def leave_stopped(

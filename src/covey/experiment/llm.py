@@ -153,7 +153,7 @@ class LLMBuilder(ExperimentBuilder):
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference, and build the components."""
-        config, sampling, chosen = self.config, self.config.sampling, self.config.selection
+        config, chosen = self.config, self.config.selection
         loaded = self._load(store, display)
         self._note = display.note
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
@@ -205,8 +205,16 @@ class LLMBuilder(ExperimentBuilder):
             team=self.team,
             weights=sampler_weights,
         )
+        machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
+        return Experiment(
+            parts, self._settings(), held_out.measure, lambda: _collect(models, loaded, iterated),
+            machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
+        )  # fmt: skip
+
+    def _settings(self) -> LoopConfig:
+        config, sampling = self.config, self.config.sampling
         first, last = sampling.group_size, sampling.final_group_size
-        settings = LoopConfig(
+        return LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=sampling.prompts_per_step,
@@ -218,11 +226,6 @@ class LLMBuilder(ExperimentBuilder):
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,
         )
-        machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
-        return Experiment(
-            parts, settings, held_out.measure, lambda: _collect(models, loaded, iterated),
-            machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
-        )  # fmt: skip
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
