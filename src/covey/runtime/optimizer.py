@@ -235,13 +235,8 @@ class MasterAdamW:
                 self.parameters[name].copy_(self.masters[name])
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all elements together, a scalar in fp64; 0 if there are none."""
-    return norm_of([row_squares(tensor, tensor.numel()) for tensor in tensors])
-
-
 def norm_of(squares: Sequence[Tensor]) -> Tensor:
-    """The norm of some tensors from their `row_squares`, a scalar in fp64."""
+    """The Euclidean norm of all elements of some tensors, from their `row_squares`, a scalar in fp64; 0 without any."""
     return torch.cat(list(squares)).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 

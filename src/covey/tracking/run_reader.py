@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
-from covey.config import ConfigError, ControlConfig, RewardConfig
+from covey.config import ConfigError, RewardConfig
 from covey.config.files import files_below, open_below, parse_json, parse_toml, read_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict
@@ -266,30 +266,24 @@ def kind_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | N
         return None, None
     if "environment" in config:
         return "control", "return"
-    try:
-        read = config_from_dict(dict(config))
-    except (ConfigError, TypeError, ValueError):
-        return "language", None
-    if isinstance(read, ControlConfig):
-        return "control", "return"
-    counted = _counted(read)
+    counted = _counted_reward(config)
     return "language", None if counted is None else "accuracy" if counted.is_binary else "score"
 
 
 def scores_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | None) -> ScoreKind:
     """The kind of a run's scores, "score" if unknown, within the limits of the reward that evaluations count."""
     kind = SCORE_KINDS.get(kind_of_run(config, summary)[1] or "", SCORE)
-    try:
-        read = config_from_dict(dict(config or {}))
-    except (ConfigError, TypeError, ValueError):
-        return kind
-    counted = None if isinstance(read, ControlConfig) else _counted(read)
+    counted = _counted_reward(config or {})
     return kind if counted is None else kind.within(counted.range)
 
 
-def _counted(config: Any) -> RewardConfig | None:
-    """The reward of a recipe that evaluations count; None if rewards were given in Python."""
-    return min(getattr(config, "rewards", ()), key=lambda reward: (not reward.score, reward.is_per_step), default=None)
+def _counted_reward(config: Mapping[str, Any]) -> RewardConfig | None:
+    """The reward that evaluations count; None if the config does not say it, as for rewards given in Python."""
+    try:
+        read: Any = config_from_dict(dict(config))
+    except (ConfigError, TypeError, ValueError):
+        return None
+    return min(getattr(read, "rewards", ()), key=lambda reward: (not reward.score, reward.is_per_step), default=None)
 
 
 LONGEST_ROW = 4 << 20  # bytes; a longer one counts as damaged

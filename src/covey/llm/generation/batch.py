@@ -142,7 +142,6 @@ class ContinuousBatch:
         uniforms_RN = self.uniforms_NT[self.open_R[:, None], np.minimum(columns, self.uniforms_NT.shape[1] - 1)]
         decoder = cast("GraphDecoder", self.decoder)
         tokens_BN, logprobs_BN = decoder.draw(self.fed_B, uniforms_RN, self.temperature)
-        tokens_R = tokens_BN[:, 0]
         for column in range(steps):
             drawn_R, logprobs_R = tokens_BN[self.branch_R, column], logprobs_BN[self.branch_R, column]
             if failed := int(np.isnan(logprobs_R).sum()):

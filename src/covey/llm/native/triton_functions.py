@@ -107,14 +107,29 @@ def rows_of(x, token, head, inside, HEADS: tl.constexpr, D: tl.constexpr, WIDTH:
 
 
 @triton.jit
+def tile_of(tiles, sequences):
+    """The sequence of this program's tile, the tile's begin in it, and the sequence's first token and length."""
+    tile = tl.program_id(0)
+    sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    return sequence, begin, tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+
+
+@triton.jit
+def parent_of(sequences, sequence):
+    """The parent of a sequence, negative without one, and its first token and length."""
+    parent = tl.load(sequences + 4 * sequence + 2)
+    known = tl.maximum(parent, 0)
+    return parent, tl.load(sequences + 4 * known), tl.load(sequences + 4 * known + 1)
+
+
+@triton.jit
 def attend(
     query, key, value, out, logsumexp, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1)
-    sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    first, length = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    head = tl.program_id(1)
+    sequence, begin, first, length = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)  # in the sequence
     inside = place < length
     q = rows_of(query, first + place, head, inside, HEADS, D, WIDTH)
@@ -135,9 +150,7 @@ def attend(
             attended = attended * shrunk[:, None] + product(weights.to(v.dtype), v, EXACT)
             total = total * shrunk + tl.sum(weights, axis=1)
             top = higher
-        sequence = tl.load(sequences + 4 * sequence + 2)
-        parent = tl.maximum(sequence, 0)
-        token, end = tl.load(sequences + 4 * parent), tl.load(sequences + 4 * parent + 1)
+        sequence, token, end = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
     column = tl.arange(0, WIDTH)
     row = (first + place).to(tl.int64) * HEADS + head
@@ -162,9 +175,8 @@ def attend_dquery(
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1)
-    sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    first, length = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    head = tl.program_id(1)
+    sequence, begin, first, length = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)
     inside = place < length
     row = (first + place).to(tl.int64) * HEADS + head
@@ -183,9 +195,7 @@ def attend_dquery(
             weights = tl.exp(tl.where(seen, product(q, tl.trans(k), EXACT) * scaling - log_total[:, None], -1e30))
             slope = weights * (product(d, tl.trans(v), EXACT) - mean[:, None])
             gradient += product(slope.to(k.dtype), k, EXACT)
-        sequence = tl.load(sequences + 4 * sequence + 2)
-        parent = tl.maximum(sequence, 0)
-        token, end = tl.load(sequences + 4 * parent), tl.load(sequences + 4 * parent + 1)
+        sequence, token, end = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
     column = tl.arange(0, WIDTH)
     tl.store(
@@ -199,9 +209,8 @@ def attend_dkey(
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    own, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    first, length = tl.load(sequences + 4 * own), tl.load(sequences + 4 * own + 1)
+    kv_head = tl.program_id(1)
+    own, begin, first, length = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)  # of the keys
     inside = place < length
     k = rows_of(key, first + place, kv_head, inside, HEADS // GROUP, D, WIDTH)
