@@ -85,6 +85,12 @@ class Origin:
         return tables
 
     @property
+    def in_4bit(self) -> bool:
+        """True if the frozen weights of the run are quantized."""
+        lora = self.config_tables.get("lora")
+        return isinstance(lora, dict) and lora.get("load_in_4bit") is True
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.run_dir / CHECKPOINTS_FOLDER
@@ -353,6 +359,10 @@ class LoRAConfig(Table):
         "folder of an adapter in peft's format, or a finished run with one: training begins with it, and rank, alpha "
         "and targets are those of its file",
     )
+    load_in_4bit: bool = config_field(
+        False,
+        "the frozen weights of linear layers are in 4 bits (QLoRA: NF4 with double quantization); needs covey[4bit]",
+    )
 
     @property
     def is_used(self) -> bool:
@@ -373,7 +383,15 @@ class LoRAConfig(Table):
     def check(self) -> None:
         if self.is_used and find_spec("peft") is None:
             raise ConfigError('LoRA needs the package peft: pip install "covey[lora]"')
+        if self.load_in_4bit:
+            check_four_bit()
         resolved(self)
+
+
+def check_four_bit() -> None:
+    """Raises ConfigError if the package that quantizes weights is not installed."""
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError('lora.load_in_4bit needs the package bitsandbytes: pip install "covey[4bit]"')
 
 
 def adapter_folder(name: str) -> Path:

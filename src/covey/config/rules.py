@@ -192,6 +192,12 @@ def faults(config: Config, *, own_rewards: bool = False, labels: bool = False) -
             "whole distribution: remove it, or set sampler.kind to covey",
             {"sampling.min_new_tokens": 0},
         )
+    if config.lora.load_in_4bit and config.cluster.weights == "fsdp":
+        yield Fault(
+            'with lora.load_in_4bit every rank has all frozen weights: set cluster.weights to "replicate", or remove '
+            "lora.load_in_4bit",
+            {"cluster.weights": "replicate"},
+        )
     if config.critic.trunk == "adapter" and not config.lora.is_used:
         yield Fault(
             'critic.trunk = "adapter" is for runs with LoRA: set lora.rank, or set critic.trunk to "own" or "policy"'

@@ -109,7 +109,7 @@ def export_adapter(name: str, folder: Path) -> Exported:
     else:
         loaded = load_model(base, dtype=dtype, device=cpu)
         saved = origin.run_dir / ADAPTER_FOLDER
-        adapter = add_adapter(loaded.module, read_adapter_config(saved, LoRAConfig()))
+        adapter = add_adapter(loaded.module, read_adapter_config(saved, LoRAConfig(load_in_4bit=origin.in_4bit)))
         load_adapter(adapter, saved)
 
     def save(draft: Path) -> None:

@@ -58,6 +58,7 @@ from covey.llm.model.lora import (
     checksum_of_base,
     copy_adapter,
     load_adapter,
+    quantized_share,
     save_adapter,
     save_adapter_config,
     save_base,
@@ -165,7 +166,7 @@ class AdapterOnly(AllWeights):
 
     def save_architecture(self, folder: Path) -> None:
         save_adapter_config(self.adapter, self.base, folder)
-        save_base(self.base, self.adapter.base.checksum, folder)
+        save_base(self.base, self.adapter, folder)
 
     def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
         return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]
@@ -187,23 +188,29 @@ def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, Al
 
 
 def check_first_adapter(config: RunConfig) -> Sequence[str]:
-    """Compare the adapter with which training begins with the model, whose weights are not read.
+    """Compare the adapter with which training begins with the model, whose weights are not read, and count the weights
+    that will be quantized.
 
     Returns:
         Notes for the user.
 
     Raises:
-        ConfigError: if it does not fit the model.
+        ConfigError: if it does not fit the model, or the model has no layers that can be quantized.
     """
-    if not config.lora.adapter:
+    if not (config.lora.adapter or config.lora.load_in_4bit):
         return ()
-    folder, module = adapter_folder(config.lora.adapter), find_skeleton(config.model)
+    module = find_skeleton(config.model)
+    notes = [quantized_share(module)] if config.lora.load_in_4bit and module is not None else []
+    if not config.lora.adapter:
+        return notes
+    folder = adapter_folder(config.lora.adapter)
     if module is not None:
         check_shapes(add_adapter(module, resolved(config.lora)), saved_shapes(folder), folder / ADAPTER_WEIGHTS_FILE)
     base = base_name(folder)
     if (folder / BASE_FILE).is_file() or Path(base).name.lower() in ("", Path(config.model).name.lower()):
-        return ()  # that file has a checksum, which is compared when the weights are loaded
+        return notes  # that file has a checksum, which is compared when the weights are loaded
     return (
+        *notes,
         f"lora.adapter: {folder / ADAPTER_CONFIG_FILE} names the base model {base}, and model is {config.model}: make "
         "sure that they have the same weights, on which the adapter depends",
     )
@@ -232,7 +239,8 @@ def load_trainable(config: RunConfig, machine: Machine) -> tuple[LanguagePolicy,
     """
     with ThreadPoolExecutor(1) as executor:
         executor.submit(find_kernels, machine.device, machine.dtype)  # may compile, which takes about 20 s
-        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device)
+        in_4bit = config.lora.load_in_4bit
+        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device, in_4bit=in_4bit)
     policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens)
     if config.update.recompute:
         recompute_layers(policy.module)

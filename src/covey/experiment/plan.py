@@ -262,7 +262,7 @@ def _advice(
 
 def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], room: int) -> str:
     """The largest microbatch with which a run fits, if necessary with the smallest number of rows at once, and, if no
-    microbatch is small enough, with recomputed layers, with 8-bit moments and with LoRA.
+    microbatch is small enough, with recomputed layers, with 8-bit moments, with LoRA and with weights in 4 bits.
     """
     whole = column.config
     few_rows = replace(whole.sampling, rows_at_once=whole.sampling.group_size)
@@ -276,15 +276,17 @@ def _what_to_lower(column: Column, planned: Callable[[RunConfig], MemoryPlan], r
 
 
 def _smaller_models(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
-    """The run, and the run with LoRA if all weights are trained; the options that make it so."""
+    """The run, with LoRA if all weights are trained, and with LoRA in 4 bits; the options that make it so."""
     yield config, []
-    if config.lora.is_used:
-        return
-    adapted, words = replace(config, lora=LoRAConfig(rank=LORA_RANK)), [f"--rank {LORA_RANK}"]
-    if config.algorithm == "ppo" and config.critic.trunk == "own":
-        adapted = replace(adapted, critic=replace(config.critic, trunk="adapter"))
-        words.append("--trunk adapter")
-    yield adapted, words
+    adapted, words = config, []
+    if not config.lora.is_used:
+        adapted, words = replace(config, lora=LoRAConfig(rank=LORA_RANK)), [f"--rank {LORA_RANK}"]
+        if config.algorithm == "ppo" and config.critic.trunk == "own":
+            adapted = replace(adapted, critic=replace(config.critic, trunk="adapter"))
+            words.append("--trunk adapter")
+        yield adapted, words
+    if not config.lora.load_in_4bit:
+        yield replace(adapted, lora=replace(adapted.lora, load_in_4bit=True)), [*words, "--load-in-4bit true"]
 
 
 def _differences(update: UpdateConfig, changed: UpdateConfig) -> Iterator[tuple[str, str]]:

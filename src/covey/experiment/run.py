@@ -155,7 +155,7 @@ def _team(config: RunConfig | ControlConfig) -> Team:
     if not isinstance(config, RunConfig):
         return ALONE
     team = team_of(config.cluster.shards)
-    if config.cluster.weights == "replicate" or team.size == 1:
+    if config.cluster.weights == "replicate" or config.lora.load_in_4bit or team.size == 1:
         return team
     if config.cluster.weights == "auto":
         from covey.experiment.plan import must_shard  # imported here, because transformers takes seconds

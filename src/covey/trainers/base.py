@@ -26,7 +26,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.loading import LoadedModel, check_tokenizer, load_model, wrap_model
-from covey.llm.model.lora import Adapter, AdapterWeights, add_adapter, save_adapter
+from covey.llm.model.lora import Adapter, AdapterWeights, add_adapter, quantize, save_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -95,7 +95,8 @@ class LanguageTrainer:
         self.options, self.kl_beta = options, kl_beta
         self.grader = build_grader(listed, ()) if listed else None
         self.deck = None if options.prompts is None else PromptDeck(options.prompts)
-        loaded = open_model(model, options)
+        check_lora(options.lora)
+        loaded = open_model(model, options, in_4bit=options.lora.load_in_4bit)
         self.policy, self.chat = policy_of(loaded.module, options), loaded.chat
         if options.recompute:
             recompute_layers(self.policy.module)
@@ -282,25 +283,38 @@ def with_rewards(groups: list[Group], reward_NG: Tensor) -> list[Group]:
     return groups
 
 
+def check_lora(lora: LoRAConfig) -> None:
+    """Raises ConfigError for what a trainer cannot train."""
+    if lora.load_in_4bit and not lora.is_used:
+        raise ConfigError("lora.load_in_4bit is for adapters: give lora a rank")
+    if lora.is_used:
+        if lora.adapter:
+            raise ConfigError(
+                "a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter"
+            )
+        refuse(lora.faults())
+        lora.check()
+
+
 def _with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[LanguagePolicy, Adapter | None]:
     """The policy with an adapter that is trained instead of the model's weights, if `lora` is set."""
     lora = options.lora
     if not lora.is_used:
         return policy, None
-    if lora.adapter:
-        raise ConfigError("a trainer begins with a new adapter: give lora a rank, or use covey.run for lora.adapter")
-    refuse(lora.faults())
-    lora.check()
     adapter = add_adapter(policy.module, lora, seed=options.seed)
     return policy.with_outputs(trained=adapter.parameters), adapter
 
 
-def open_model(model: Model, options: TrainerOptions) -> LoadedModel:
-    """A model in memory, or one loaded by its name or folder."""
+def open_model(model: Model, options: TrainerOptions, *, in_4bit: bool = False) -> LoadedModel:
+    """A model in memory, or one loaded by its name or folder; with `in_4bit` its linear layers are quantized."""
     if not isinstance(model, (str, Path)):
-        return wrap_model(model, options.tokenizer)
+        wrapped = wrap_model(model, options.tokenizer)
+        if in_4bit:
+            quantize(wrapped.module, wrapped.module.device)
+        return wrapped
     device = choose_device(options.device)
-    loaded = load_model(str(model), dtype=choose_precision(options.precision, device), device=device)
+    precision = choose_precision(options.precision, device)
+    loaded = load_model(str(model), dtype=precision, device=device, in_4bit=in_4bit)
     if options.tokenizer is not None:
         check_tokenizer(options.tokenizer, loaded.module, str(model))
         loaded.chat = Chat(options.tokenizer, loaded.chat.end_ids, loaded.chat.embedded)

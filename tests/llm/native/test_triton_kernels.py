@@ -93,7 +93,7 @@ def completions(policy: LanguagePolicy, settings: GenerationSettings):
     ],
 )
 def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request, monkeypatch):
-    monkeypatch.setattr("covey.llm.generation.graph_decoder.copies_fit", lambda _: "temperature" not in changed)
+    monkeypatch.setattr("covey.llm.generation.decoder.copies_fit", lambda _: "temperature" not in changed)
     settings = replace(SETTINGS, **changed)
     right = completions(LanguagePolicy(tiny_model(kind)), settings)
     request.getfixturevalue("on_gpu_kernels")

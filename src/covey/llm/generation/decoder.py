@@ -16,6 +16,7 @@ Shapes: S prompts, P longest prompt, R rows, H heads, K key-value heads, D head 
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.llm.model.architecture import Heads, LayerModules
-from covey.llm.model.lora import adapted_layers, base_of, joined_weights
+from covey.llm.model.lora import adapted_layers, base_of, is_adapted, joined_weights
+from covey.llm.model.nf4 import NF4Linear
 from covey.llm.model.prefix_attention import Layout, PackedLayout, forward
+from covey.runtime.device import total_memory_bytes
 
 
 class Decoder(Protocol):
@@ -105,8 +108,14 @@ def linear_layers(module: nn.Module) -> list[nn.Linear]:
     """The layers whose weights decoding on a CPU copies, adapted ones as a whole."""
     adapted = adapted_layers(module)
     inside = {id(part) for layer in adapted.values() for part in layer.modules() if part is not layer}
-    linear = (part for part in module.modules() if type(base_of(part)) is nn.Linear and id(part) not in inside)
+    kinds = (nn.Linear, NF4Linear)
+    linear = (part for part in module.modules() if type(base_of(part)) in kinds and id(part) not in inside)
     return list(linear)  # type: ignore[arg-type]
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """True for a layer in 4 bits, with an adapter or without."""
+    return isinstance(base_of(layer), NF4Linear)
 
 
 def copy_bytes(weights: int, itemsize: int, device: str) -> int:
@@ -138,11 +147,37 @@ class SeparateLinears:
         return torch.cat([layer(x_RW) for layer in self.layers], dim=1)
 
 
-class PackedLinears:
-    """Context manager in which the linear layers of a module use prepacked weights if possible."""
+def copies_fit(module: PreTrainedModel) -> bool:
+    """True if there is twice the memory that joined copies of the layers' weights need, merged with their adapters.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.packed = {layer: PackedLinear(layer) for layer in linear_layers(module) if packs(layer.weight)}
+    Without copies, a layer has three more products, and two more for each adapter, and a quantized one computes its
+    weights in every step. On a CPU it is False for models with quantized layers only, and depends on the memory of the
+    machine, so that a run that is resumed has the same bits.
+    """
+    layers = linear_layers(module)
+    if module.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(module.device)
+        free += torch.cuda.memory_reserved(module.device) - torch.cuda.memory_allocated(module.device)
+    elif any(map(is_quantized, layers)):
+        free = total_memory_bytes(module.device) or sys.maxsize
+    else:
+        return True
+    return 2 * sum(layer.in_features * layer.out_features for layer in layers) * module.dtype.itemsize <= free
+
+
+class PackedLinears:
+    """Context manager in which the linear layers of a module use copies of their weights, if these fit: prepacked on a
+    CPU; on a GPU those that are merged with an adapter or were quantized.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        layers = linear_layers(module) if copies_fit(module) else []
+        on_gpu = module.device.type == "cuda"
+        self.packed = {
+            layer: PackedLinear(layer)
+            for layer in layers
+            if (is_adapted(layer) or is_quantized(layer) if on_gpu else packs(layer.weight))
+        }
 
     def __enter__(self) -> None:
         for layer, packed in self.packed.items():
@@ -164,12 +199,18 @@ class PackedLayer:
         self.down = linear(modules.down)
 
 
+def packed_layers(module: PreTrainedModel) -> list[PackedLayer]:
+    """The layers of a Llama-like model, with copies of their weights if these fit."""
+    linear = PackedLinear if copies_fit(module) else SeparateLinears
+    return [PackedLayer(layer, linear) for layer in cast(Any, module.base_model).layers]
+
+
 class LlamaLayers:
     """All layers and the output layer. The layout computes attention and stores keys and values."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.base = cast(Any, module.base_model)  # with `embed_tokens`, `rotary_emb`, `layers` and `norm`
-        self.layers = [PackedLayer(layer) for layer in self.base.layers]
+        self.layers = packed_layers(module)
         self.norm = self.base.norm.weight.detach()
         self.head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
         self.heads = Heads.of(module)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PackedLayer, PackedLinear, SeparateLinears, linear_layers, prefill
+from covey.llm.generation.decoder import SeparateLinears, packed_layers, prefill
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.model.architecture import Heads
 from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
@@ -59,8 +59,7 @@ class GraphDecoder:
         # One slot more, for the rows of a graph that are without effect, and room for what a block draws past the end.
         own = len(self.base.layers), rows + 1, self.heads.keys, max_new_tokens + BLOCK, self.heads.width
         self.own_keys, self.own_values = (torch.zeros(own, dtype=module.dtype, device=self.device) for _ in range(2))
-        linear = PackedLinear if copies_fit(module) else SeparateLinears
-        self.layers = [PackedLayer(layer, linear) for layer in self.base.layers]
+        self.layers = packed_layers(module)
         self.head = SeparateLinears(cast(nn.Linear, module.get_output_embeddings()))
         self.free = list(range(rows))[::-1]
         self.prompts: list[_Prompt] = []  # of every row
@@ -207,18 +206,6 @@ class _Graph:
     logprobs_CN: Tensor
     step: GraphedStep
     drawing_step: GraphedStep
-
-
-def copies_fit(module: PreTrainedModel) -> bool:
-    """True if the GPU has twice the memory that joined copies of the layers' weights need, merged with their adapters.
-
-    Without copies, a layer has three more products, and two more for each adapter.
-    """
-    if module.device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(module.device)
-    free += torch.cuda.memory_reserved(module.device) - torch.cuda.memory_allocated(module.device)
-    return 2 * sum(layer.weight.nbytes for layer in linear_layers(module)) <= free
 
 
 def rung(count: int) -> int:

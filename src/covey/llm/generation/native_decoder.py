@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PackedLayer, PackedLinear, joined, prefill
+from covey.llm.generation.decoder import PackedLinear, copies_fit, joined, packed_layers, prefill
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernels, Layer, Linear, address_of, padded
 from covey.runtime.device import in_huge_pages
@@ -54,7 +54,7 @@ def make_stack(module: PreTrainedModel, kernels: Kernels, rows: int, least_rows:
 
     If the number of rows changes their bits, fewer than `least_rows` are padded.
     """
-    if kernels.has_avx512_bf16:
+    if kernels.has_avx512_bf16 and copies_fit(module):
         return TiledStack(module, kernels, rows)
     return PackedStack(module, kernels, least_rows)
 
@@ -65,7 +65,7 @@ class PackedStack:
     def __init__(self, module: PreTrainedModel, kernels: Kernels, least_rows: int = 1) -> None:
         base = cast(Any, module.base_model)
         self.kernels, self.least_rows = kernels, least_rows
-        self.layers = [PackedLayer(layer) for layer in base.layers]
+        self.layers = packed_layers(module)
         self.norm = base.norm.weight.detach()
         self.linear_head = PackedLinear(module.get_output_embeddings())  # type: ignore[arg-type]
 

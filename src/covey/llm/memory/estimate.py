@@ -23,7 +23,7 @@ from covey.llm.generation import (
     token_sampling,
 )
 from covey.llm.memory.dimensions import Dimensions, LinearShape
-from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
+from covey.llm.model import fused_layers, logprobs, nf4, prefix_attention, recompute
 from covey.llm.model.lora import choose_targets
 from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
@@ -98,7 +98,7 @@ def predict(
     return MemoryPlan(
         {
             "program": PROGRAM_BYTES[device],
-            "weights": size.parameters * width,
+            "weights": weight_bytes(size, config, width),
             "adapter": adapter_parameters(size, config) * width,
             "fp32 master weights": policy_state.masters,
             "optimizer moments": policy_state.moments,
@@ -120,6 +120,14 @@ def predict(
             "fragmentation": int(holes * (activations + policy_state.gradients + critic_state.gradients)),
         }
     )
+
+
+def weight_bytes(size: Dimensions, config: RunConfig, width: int) -> int:
+    """Bytes of the policy's weights, with `lora.load_in_4bit` in 4 bits with the largest layer as it computes."""
+    if not config.lora.load_in_4bit:
+        return size.parameters * width
+    of_layers = [one.inputs * one.outputs for one in size.linear]
+    return (size.parameters - sum(of_layers) + max(of_layers)) * width + nf4.packed_bytes(sum(of_layers))
 
 
 def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.llm.model.lora import is_adapted
+from covey.llm.model.nf4 import NF4Linear
 
 # Layers of RMSNorm, attention with rotary embedding, RMSNorm, SwiGLU, without scaling or capping.
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -24,8 +25,13 @@ def is_llama_like(module: PreTrainedModel) -> bool:
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
-        and len({parameter.dtype for parameter in module.parameters()}) == 1  # the kernels support one type per model
-        and all(type(layer) is nn.Linear or is_adapted(layer) for layer in module.modules() if _is_linear(layer))
+        # The kernels support one type per model.
+        and len({parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}) == 1
+        and all(
+            type(layer) in (nn.Linear, NF4Linear) or is_adapted(layer)
+            for layer in module.modules()
+            if _is_linear(layer)
+        )
     )
 
 

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from covey.llm.model.architecture import Heads
 from covey.llm.model.lora import base_of, factors_of
+from covey.llm.model.nf4 import NF4Linear
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
 
@@ -98,7 +99,7 @@ def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: 
 
 def _mlp_forward(mlp: Any, x: Tensor, *, kernels: KernelSet) -> Tensor:
     native = kernels.of(x)
-    if native is None or mlp.gate_proj.weight.dtype != x.dtype:
+    if native is None or _dtype_of(mlp.gate_proj) != x.dtype:
         return type(mlp).forward(mlp, x)
     gated = _Gate.apply(*_products(x.flatten(0, -2), native, mlp.gate_proj, mlp.up_proj), native)
     (out,) = _products(gated, native, mlp.down_proj)
@@ -116,7 +117,7 @@ def _attention_forward(
     angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
     layout = kwargs.get("layout")
     native = kernels.of(hidden_states)
-    if native is None or not isinstance(layout, PackedLayout) or attention.q_proj.weight.dtype != hidden_states.dtype:
+    if native is None or not isinstance(layout, PackedLayout) or _dtype_of(attention.q_proj) != hidden_states.dtype:
         return type(attention).forward(attention, hidden_states, angles, **kwargs)
     x_NW = hidden_states[0]
     query, key, value = _products(x_NW, native, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -133,17 +134,25 @@ def _attention_forward(
     return _products(out, native, attention.o_proj)[0][None], None
 
 
+def _dtype_of(layer: nn.Module) -> torch.dtype:
+    base = base_of(layer)
+    one: Tensor = base.like if isinstance(base, NF4Linear) else base.weight
+    return one.dtype
+
+
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """Outputs of several linear layers with the same input, with the adapters that they use."""
     factors = [factors_of(layer) for layer in layers]
     bases = [base_of(layer) for layer in layers]
-    if any(one is not None for one in factors):
+    quantized = [base if isinstance(base, NF4Linear) else None for base in bases]
+    if any(one is not None for one in (*factors, *quantized)):
         scalings = [0.0 if one is None else one.scaling for one in factors]
         of_layers = [
-            (base.weight, base.bias, *((None, None) if one is None else one[:2]))
-            for base, one in zip(bases, factors, strict=True)
+            (None if four_bit else base.weight, base.bias, *((None, None) if one is None else one[:2]))
+            for base, four_bit, one in zip(bases, quantized, factors, strict=True)
         ]
-        return _AdaptedProducts.apply(x_NW.contiguous(), scalings, *(tensor for four in of_layers for tensor in four))
+        tensors = (tensor for four in of_layers for tensor in four)
+        return _AdaptedProducts.apply(x_NW.contiguous(), scalings, quantized, *tensors)
     if any(base.bias is not None for base in bases):
         return tuple(base(x_NW) for base in bases)
     return _Products.apply(x_NW.contiguous(), kernels, *(base.weight for base in bases))
@@ -177,23 +186,25 @@ class _Products(torch.autograd.Function):
 class _AdaptedProducts(torch.autograd.Function):
     """x W' + b + s (x A') B' for several frozen layers with low-rank adapters; gradients of x, A and B.
 
-    After x and every s come W, b, A and B of each layer; b is None without a bias, A and B without an adapter.
+    After x and every s come W, b, A and B of each layer; b is None without a bias, A and B without an adapter. W is
+    None if it is that of a quantized layer, which computes it anew for each pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scalings: list[float], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, scalings: list[float], quantized: list[NF4Linear | None], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         outs, products = [], []
         for number, scaling in enumerate(scalings):
             frozen_MN, bias, a_RN, b_MR = tensors[4 * number : 4 * number + 4]
-            assert frozen_MN is not None
-            out, product = nn.functional.linear(x, frozen_MN, bias), None
+            out, product = nn.functional.linear(x, _whole(frozen_MN, quantized[number]), bias), None
             if a_RN is not None and b_MR is not None:
                 product = x @ a_RN.T
                 out.addmm_(product, b_MR.T, alpha=scaling)
             outs.append(out)
             products.append(product)
         ctx.save_for_backward(x, *tensors, *products)
-        ctx.scalings = scalings
+        ctx.scalings, ctx.quantized = scalings, quantized
         return tuple(outs)
 
     @staticmethod
@@ -204,7 +215,7 @@ class _AdaptedProducts(torch.autograd.Function):
         for number, (d, scaling) in enumerate(zip(ds, ctx.scalings, strict=True)):
             frozen_MN, _, a_RN, b_MR = saved[4 * number : 4 * number + 4]
             d = d.contiguous()
-            dx.addmm_(d, frozen_MN)
+            dx.addmm_(d, _whole(frozen_MN, ctx.quantized[number]))
             da_RN = db_MR = None
             if a_RN is not None:
                 product = saved[4 * len(ds) + number]
@@ -212,7 +223,14 @@ class _AdaptedProducts(torch.autograd.Function):
                 dx.addmm_(dproduct, a_RN)
                 da_RN, db_MR = dproduct.T @ x, (d.T @ product).mul_(scaling)
             gradients += [None, None, da_RN, db_MR]
-        return dx, None, *gradients
+        return dx, None, None, *gradients
+
+
+def _whole(frozen_MN: Tensor | None, quantized: NF4Linear | None) -> Tensor:
+    if quantized is not None:
+        return quantized.weight
+    assert frozen_MN is not None
+    return frozen_MN
 
 
 class Attention(torch.autograd.Function):

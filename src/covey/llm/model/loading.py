@@ -46,7 +46,7 @@ from covey.llm.model.files import (
     skeleton,
 )
 from covey.llm.model.gguf import converted, embedded_file, read_gguf_config
-from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter
+from covey.llm.model.lora import Adapter, add_adapter, check_base, checksum_of_base, merge_adapter, quantize
 from covey.runtime.checkpoint import CheckpointFolder
 
 BUFFERS_FILE = "buffers.safetensors"  # in a run's architecture folder: the model's persistent buffers
@@ -80,20 +80,27 @@ class Description:
             return build(type(self.module), self.config, tensors, dtype, name)
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device, in_4bit: bool = False) -> LoadedModel:
     """Load a model by its name in a recipe.
 
     Args:
         name: `smollm2-135m`, a folder in Hugging Face's layout, a `.gguf` file, a hub name, a run folder of covey (its
             model or, if the run was stopped, its newest checkpoint) or one of its checkpoints.
+        in_4bit: quantize the linear layers, which are frozen then (`lora.load_in_4bit`), before the weights are on the
+            device.
 
     Raises:
         ConfigError: if nothing has this name, or it is not a complete causal language model.
     """
     source = locate_model(resolve_checkpoint(name))
     if holds_adapter(source):
-        loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=device)
+        loaded, adapter = load_adapted_checkpoint(
+            source, dtype=dtype, device=torch.device("cpu") if in_4bit else device
+        )
         merge_adapter(adapter.model)
+        if in_4bit:
+            quantize(loaded.module, device)
+            loaded.module.to(device)  # type: ignore[arg-type]
         return loaded
     described = _describe(source, model_folder(source), name)
     if source.kind is ModelKind.CHECKPOINT:
@@ -111,6 +118,8 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         module.generation_config = described.generation
     module.name_or_path = module.config.name_or_path = str(described.folder)
     check_weights(module, name)
+    if in_4bit:
+        quantize(module, device)
     module.to(device)  # type: ignore[arg-type]  # transformers hides torch's signature
     align(module)
     return _ready(module, described.tokenizer, str(described.folder), name)
@@ -133,10 +142,10 @@ def load_adapted_checkpoint(
     folder, origin = source.description, source.origin
     assert folder is not None
     assert origin is not None
-    base = str(origin.config_tables["model"])
-    loaded = load_model(base, dtype=dtype, device=device)
+    base, in_4bit = str(origin.config_tables["model"]), origin.in_4bit
+    loaded = load_model(base, dtype=dtype, device=device, in_4bit=in_4bit)
     check_base(folder, checksum_of_base(loaded.module), "put them back as they were")
-    adapter = add_adapter(loaded.module, read_adapter_config(folder, LoRAConfig()))
+    adapter = add_adapter(loaded.module, read_adapter_config(folder, LoRAConfig(load_in_4bit=in_4bit)))
     load_checkpoint_weights(adapter.parameters, origin, "optimizer", "start from that run's model/")
     return loaded, adapter
 

@@ -28,13 +28,14 @@ from transformers.pytorch_utils import Conv1D
 from covey.config import ConfigError, LoRAConfig
 from covey.config.files import path_error, read_json
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from covey.llm.model.nf4 import PACKED, NF4Linear, quantizable
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights
 
 T = TypeVar("T")
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"  # names of adapters
 PREFIX = "base_model.model."  # of the names in peft's files
-LINEAR = (nn.Linear, Conv1D)
+LINEAR = (nn.Linear, NF4Linear, Conv1D)
 # Names of linear layers that peft takes for parts of the experts' one parameter, by the pattern of the model type.
 NAMES_OF_EXPERTS = {
     "mixtral": ("gate", "w1", "w2", "w3"),
@@ -279,7 +280,7 @@ def save_adapter(adapter: Adapter, base: str, folder: Path) -> None:
     save_adapter_config(adapter, base, folder)
     tensors = {f"{PREFIX}{name}": one.detach().cpu() for name, one in adapter.parameters.named_parameters()}
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / ADAPTER_WEIGHTS_FILE)
-    save_base(base, adapter.base.checksum, folder)
+    save_base(base, adapter, folder)
 
 
 def saved_shapes(folder: Path) -> dict[str, list[int]]:
@@ -331,12 +332,16 @@ def load_adapter(adapter: Adapter, folder: Path) -> None:
 
 @torch.no_grad()
 def merge_adapter(module: PreTrainedModel) -> None:
-    """Replace the adapted layers of a model by linear layers with merged weights. All weights are trainable then."""
-    for path, layer in adapted_layers(module).items():
-        base = base_of(layer)
-        base.weight = nn.Parameter(merged_weight(layer))
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, base)
+    """Replace the adapted and the quantized layers of a model by linear layers with merged weights. All weights are
+    trainable then.
+    """
+    for path, layer in (quantized_layers(module) | adapted_layers(module)).items():
+        base, weight = base_of(layer), merged_weight(layer)
+        if isinstance(base, NF4Linear):
+            base = base.dense(weight)
+        else:
+            base.weight = nn.Parameter(weight)
+        module.set_submodule(path, base)
     del module.peft_config
     module.requires_grad_(True)
 
@@ -362,6 +367,36 @@ def is_adapted(layer: nn.Module) -> bool:
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """The adapted layers of a model by path."""
     return {path: layer for path, layer in module.named_modules() if is_adapted(layer)}
+
+
+def quantized_layers(module: nn.Module) -> dict[str, NF4Linear]:
+    """The quantized layers of a model without an adapter, by path."""
+    adapted = adapted_layers(module)
+    parts = module.named_modules()
+    return {path: part for path, part in parts if isinstance(part, NF4Linear) and not _inside(path, adapted)}
+
+
+def quantize(module: PreTrainedModel, device: torch.device) -> None:
+    """Replace the linear layers that an adapter may be added to by quantized ones on a device, one after the other.
+
+    Raises:
+        ConfigError: if there is no such layer, or bitsandbytes is not installed.
+    """
+    for path in quantizable(module, adaptable_paths(module)):
+        layer: Any = module.get_submodule(path)
+        module.set_submodule(path, NF4Linear(layer, device, _checksum(layer.weight)))
+
+
+def quantized_share(module: PreTrainedModel) -> str:
+    """A line for the user about the layers of a model, which may be without weights, that `quantize` replaces.
+
+    Raises:
+        ConfigError: if there is no such layer.
+    """
+    paths = quantizable(module, adaptable_paths(module))
+    layers: list[Any] = [module.get_submodule(path) for path in paths]
+    share = sum(layer.weight.numel() for layer in layers) / sum(one.numel() for one in module.parameters())
+    return f"{share:.0%} of the frozen weights, in {len(paths)} linear layers, are in 4 bits; no others are quantized"
 
 
 def base_of(layer: Any) -> Any:
@@ -465,22 +500,22 @@ def merged_tensors(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> 
     """Whole tensors of a model by name, and their names, as they are after its adapter was merged into them. The
     weights of one layer at a time are computed.
     """
-    layers = adapted_layers(module)
+    adapted = adapted_layers(module)
+    changed = quantized_layers(module) | adapted
     for name, tensor in tensors:
-        path, _, field = name.rpartition(".base_layer.")
-        if path in layers:
-            yield f"{path}.{field}", merged_weight(layers[path], tensor) if field == "weight" else tensor
-        elif not _is_factor(name, layers):
-            yield name, tensor
+        path, _, field = _name_in_base(name).rpartition(".")
+        if path in changed and field in ("weight", PACKED):
+            yield f"{path}.weight", merged_weight(changed[path], tensor if field == "weight" else None)
+        elif not _is_factor(name, adapted):
+            yield f"{path}.{field}" if path else field, tensor
 
 
-def base_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model without its adapters, and their names without them."""
     layers = adapted_layers(module)
     for name, parameter in module.named_parameters():
-        path, _, field = name.rpartition(".base_layer.")
         if not _is_factor(name, layers):
-            yield f"{path}.{field}" if path in layers else name, parameter
+            yield _name_in_base(name), parameter
 
 
 def all_factors(module: nn.Module) -> set[nn.Parameter]:
@@ -489,11 +524,16 @@ def all_factors(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for name, parameter in module.named_parameters() if _is_factor(name, layers)}
 
 
+def _name_in_base(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
 def _is_factor(name: str, layers: Mapping[str, Any]) -> bool:
     return name.partition(".lora_")[0] in layers
 
 
 BASE_FILE = "base.json"  # beside an adapter's config
+QUANTIZATION = "nf4, double quantization"
 
 
 class BaseIdentity:
@@ -512,22 +552,31 @@ def checksum_of_base(module: PreTrainedModel) -> str:
     """SHA-256 of the names and the weights of a model without its adapters.
 
     The weights are rounded to bf16 before, so the checksum is the same in every precision in which they are loaded.
+    That of a quantized weight is the one that it had before.
     """
+    quantized = {part.packed: part.checksum for part in module.modules() if isinstance(part, NF4Linear)}
+
+    def line(name: str, parameter: nn.Parameter) -> str:
+        if parameter in quantized:
+            return f"{name.removesuffix(PACKED)}weight {quantized[parameter]}"
+        return f"{name} {_checksum(parameter)}"
+
     with ThreadPoolExecutor() as executor:
-        parts = executor.map(_checksum, *zip(*base_parameters(module), strict=True))
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        lines = executor.map(line, *zip(*base_parameters(module), strict=True))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _checksum(name: str, weight: Tensor) -> str:
+def _checksum(weight: Tensor) -> str:
     rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
-    digest = hashlib.sha256(rounded.view(torch.int16).numpy().data).hexdigest()
-    return f"{name} {tuple(weight.shape)} {digest}"
+    return f"{tuple(weight.shape)} {hashlib.sha256(rounded.view(torch.int16).numpy().data).hexdigest()}"
 
 
-def save_base(name: str, checksum: str, folder: Path) -> None:
-    """Write the name and the checksum of a base model into a folder."""
+def save_base(name: str, adapter: Adapter, folder: Path) -> None:
+    """Write the name and the checksum of an adapter's base model into a folder, and how it was quantized."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / BASE_FILE).write_text(json.dumps({"model": name, "sha256": checksum}) + "\n", encoding="utf-8")
+    fields = {"model": name, "sha256": adapter.base.checksum}
+    fields |= {"quantization": QUANTIZATION} if adapter.lora.load_in_4bit else {}
+    (folder / BASE_FILE).write_text(json.dumps(fields) + "\n", encoding="utf-8")
 
 
 def check_base(folder: Path, checksum: str, fix: str) -> None:
