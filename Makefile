@@ -60,9 +60,11 @@ $(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproj
 	@touch $@
 
 # Its interpreter runs the kernels for GPUs on a CPU. It comes with the CUDA build of torch, in the version that it needs.
-$(VENV)/triton: $(STAMP) triton.lock
+$(VENV)/triton: $(STAMP) triton.lock bitsandbytes.lock
 	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton (200 MB)"; $(PIP) --no-compile -r triton.lock; } || \
 		echo "Triton cannot be installed here, so the tests of the kernels for GPUs are skipped"
+	@$(PIP) --no-compile --no-deps -r bitsandbytes.lock || \
+		echo "bitsandbytes (43 MB) cannot be installed here, so the tests of weights in 4 bits are skipped"
 	@touch $@
 
 train: $(STAMP)

@@ -41,6 +41,7 @@ WAYS = {  # the first that fits is shown
     "all weights, recomputed, 8-bit moments": ["--update.recompute=true", "--update.eight-bit-moments=true"],
     "LoRA": ["--lora.rank=16"],
     "LoRA, recomputed": ["--lora.rank=16", "--update.recompute=true"],
+    "LoRA, 4 bits, recomputed": ["--lora.rank=16", "--lora.load-in-4bit=true", "--update.recompute=true"],
 }
 
 

@@ -156,6 +156,9 @@ algorithm = "ppo"; critic.trunk = "adapter" -> critic.trunk = "adapter" is for r
 lora.rank = 4; lora.dropout = 0.1 -> lora.dropout is 0.1: it must be 0, because a ratio
 lora.rank = 4; algorithm = "ppo" -> set critic.trunk = "adapter"
 lora.adapter = "nothing" -> lora.adapter: nothing has no adapter_config.json
+lora.load_in_4bit = true -> lora.load_in_4bit is set, but has no effect while lora.rank is 0
+lora.rank = 4; lora.load_in_4bit = true; cluster.weights = "fsdp" -> every rank has all frozen weights
+lora.rank = 4; lora.load_in_4bit = true -> accepted
 
 {VERIFIER} -> accepted
 rewards = [{{name = "numeric"}}, {{model = "MODEL"}}]; iteration.steps = 10 -> accepted

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,52 @@ def test_the_merged_export_is_adapter_plus_base(name: str, tmp_path: Path, reque
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
+
+def test_weights_in_4_bits_are_exported_as_they_were_trained(folder: Path, tmp_path: Path) -> None:
+    """The exports of the run and of its last checkpoint are equal, and not those of the original weights."""
+    pytest.importorskip("bitsandbytes", reason="covey[4bit] is not installed")
+    lora = LoRAConfig(rank=2, alpha=8, load_in_4bit=True)
+    run(settings(folder, "run-4bit", steps=2, lora=lora, precision="bf16"))
+    metrics = read_metrics(folder / "run-4bit")
+    assert metrics[0]["kl"] < 1e-3, "the reference is the quantized model without its adapter"
+    assert metrics[-1]["mismatch/kl"] < 1e-3
+    for name, words in (("run-4bit", []), ("run-4bit@2", []), ("run-4bit@2", ["--adapter"])):
+        assert main(["export", str(folder / name), str(tmp_path / f"{name}{len(words)}"), *words]) == 0
+    weights = [
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "run-4bit0", tmp_path / "run-4bit@20", folder / "run-4bit" / "model")
+    ]
+    original = tiny_model(dtype=torch.bfloat16).state_dict()
+    for name, weight in weights[0].items():
+        assert all(torch.equal(weight, other[name]) for other in weights[1:])
+        error = float((weight - original[name]).float().norm() / original[name].float().norm())
+        assert 0.03 < error < 0.2 if "proj" in name else error == 0
+    bases = [
+        json.loads((at / "base.json").read_text()) for at in (tmp_path / "run-4bit@21", folder / "run-4bit" / "adapter")
+    ]
+    assert bases[0] == bases[1]
+    assert bases[0]["quantization"] == "nf4, double quantization"
+
+
+def test_weights_in_4_bits_need_bitsandbytes_and_linear_layers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = LoRAConfig(rank=2, load_in_4bit=True)
+    found = find_spec("peft")
+    present = {"bitsandbytes"}
+    monkeypatch.setattr(
+        "covey.config.model_sources.find_spec", lambda name: found if name in present | {"peft"} else None
+    )
+    assert check_first_adapter(settings(folder, "none", lora=lora)) == [
+        "77% of the frozen weights, in 14 linear layers, are in 4 bits; no others are quantized"
+    ]
+    gpt2 = settings(folder, "none", lora=lora, model=str(tiny_folder(tmp_path, "gpt2")))
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no layers of torch\.nn\.Linear below its output layer"):
+        check_first_adapter(gpt2)
+    present.clear()
+    with pytest.raises(ConfigError, match=r'needs the package bitsandbytes: pip install "covey\[4bit\]"$'):
+        check_first_adapter(settings(folder, "none", lora=lora))
 
 
 def test_a_finished_run_has_both(trained: Path, tmp_path: Path) -> None:

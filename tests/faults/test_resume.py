@@ -205,6 +205,9 @@ KINDS = {
     "PPO with a critic": Kind(f"{PPO} --trunk own --precision bf16", has_a_trunk_and_a_head),
     "PPO with the policy's trunk": Kind(f"{PPO} --trunk policy --precision bf16", has_a_head),
     "adapter": Kind("tiny.toml --rank 2 --precision bf16", has_an_adapter),
+    "adapter, 4 bits": Kind(
+        "tiny.toml --rank 2 --load-in-4bit true --kl-coefficient 0.02 --recompute true --precision bf16", has_an_adapter
+    ),
     "adapter, refreshed": Kind(
         "tiny.toml --rank 2 --refresh-every 2 --refresh-fraction 0.5 --precision bf16",
         has_an_adapter,

@@ -383,8 +383,6 @@ class LoRAConfig(Table):
     def check(self) -> None:
         if self.is_used and find_spec("peft") is None:
             raise ConfigError('LoRA needs the package peft: pip install "covey[lora]"')
-        if self.load_in_4bit:
-            check_four_bit()
         resolved(self)
 
 

@@ -35,6 +35,7 @@ from covey.config.model_sources import (
     MODEL_FOLDER,
     adapter_folder,
     base_name,
+    check_four_bit,
     find_origin,
     resolved,
 )
@@ -200,6 +201,8 @@ def check_first_adapter(config: RunConfig) -> Sequence[str]:
     """
     if not (config.lora.adapter or config.lora.load_in_4bit):
         return ()
+    if config.lora.load_in_4bit:
+        check_four_bit()
     module = find_skeleton(config.model)
     notes = [quantized_share(module)] if config.lora.load_in_4bit and module is not None else []
     if not config.lora.adapter:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from covey.config import ConfigError, LoRAConfig, config_field
 from covey.config.common import refuse
 from covey.config.fields import check_fields, did_you_mean
-from covey.config.model_sources import ADAPTER_FOLDER
+from covey.config.model_sources import ADAPTER_FOLDER, check_four_bit
 from covey.data import EndReason, Group, Policy, Rollout, Start, Task
 from covey.llm.data.arrow import rows_as_written
 from covey.llm.data.rows import row_of
@@ -294,6 +294,8 @@ def check_lora(lora: LoRAConfig) -> None:
             )
         refuse(lora.faults())
         lora.check()
+    if lora.load_in_4bit:
+        check_four_bit()
 
 
 def _with_adapter(policy: LanguagePolicy, options: TrainerOptions) -> tuple[LanguagePolicy, Adapter | None]:

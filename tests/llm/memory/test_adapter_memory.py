@@ -93,6 +93,15 @@ def test_what_stays_is_counted_by_the_adapter() -> None:
         assert predict(size, config, device="cpu", width=2).parts["reference"] == 2 * numbers
 
 
+def test_weights_in_4_bits_are_those_of_linear_layers() -> None:
+    """SmolLM2: 106,168,320 weights in linear layers, the largest of 576 x 1536; the others stay in bf16."""
+    config = replace(CONFIG, lora=replace(LORA, load_in_4bit=True))
+    whole, parts = (predict(SMOLLM2, one, device="cpu", width=2).parts for one in (replace(CONFIG, lora=LORA), config))
+    kept = 49152 * 576 + 61 * 576 + 576 * 1536
+    assert parts["weights"] == 2 * kept + 106_168_320 // 2 + 106_168_320 // 64 + 106_168_320 // (64 * 256) * 4
+    assert parts | {"weights": 0} == whole | {"weights": 0}
+
+
 def test_a_critic_s_adapter_is_counted() -> None:
     config = replace(CONFIG, algorithm="ppo", lora=LORA, critic=CriticConfig(trunk="adapter"))
     parts = predict(SMOLLM2, config, device="cpu", width=2).parts

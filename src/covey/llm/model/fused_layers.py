@@ -187,7 +187,7 @@ class _AdaptedProducts(torch.autograd.Function):
     """x W' + b + s (x A') B' for several frozen layers with low-rank adapters; gradients of x, A and B.
 
     After x and every s come W, b, A and B of each layer; b is None without a bias, A and B without an adapter. W is
-    None if it is that of a quantized layer, which computes it anew for each pass.
+    None if it is that of a quantized layer, which computes it anew for each pass. Without adapters x is not kept.
     """
 
     @staticmethod
@@ -203,19 +203,20 @@ class _AdaptedProducts(torch.autograd.Function):
                 out.addmm_(product, b_MR.T, alpha=scaling)
             outs.append(out)
             products.append(product)
-        ctx.save_for_backward(x, *tensors, *products)
+        ctx.save_for_backward(x if any(scalings) else None, *tensors, *products)
         ctx.scalings, ctx.quantized = scalings, quantized
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *ds: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, *saved = ctx.saved_tensors
-        dx = torch.zeros_like(x)
+        dx: Tensor | None = None
         gradients: list[Tensor | None] = []
         for number, (d, scaling) in enumerate(zip(ds, ctx.scalings, strict=True)):
             frozen_MN, _, a_RN, b_MR = saved[4 * number : 4 * number + 4]
-            d = d.contiguous()
-            dx.addmm_(d, _whole(frozen_MN, ctx.quantized[number]))
+            d, weight_MN = d.contiguous(), _whole(frozen_MN, ctx.quantized[number])
+            dx = d.new_zeros(len(d), weight_MN.shape[1]) if dx is None else dx
+            dx.addmm_(d, weight_MN)
             da_RN = db_MR = None
             if a_RN is not None:
                 product = saved[4 * len(ds) + number]
