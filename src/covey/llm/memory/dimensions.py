@@ -19,7 +19,7 @@ from covey.llm.generation.decoder import linear_layers
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config
-from covey.llm.model.lora import adaptable_paths
+from covey.llm.model.lora import adaptable_paths, quantizable_layers
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -63,6 +63,7 @@ class Dimensions:
     has_kernels: bool  # covey's kernels support the model on a CPU
     architecture: str  # class name of the model
     linear: tuple[LinearShape, ...]
+    quantizable: tuple[int, ...]  # numbers of weights of the layers that may be in 4 bits
 
     @property
     def attention_heads(self) -> Heads:
@@ -125,6 +126,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         has_kernels=is_llama_like(module),
         architecture=type(module).__name__,
         linear=tuple(_linear_shape(module, path) for path in adaptable_paths(module)),
+        quantizable=tuple(layer.weight.numel() for layer in quantizable_layers(module).values()),
     )
 
 

@@ -125,10 +125,9 @@ def predict(
 
 def weight_bytes(size: Dimensions, config: RunConfig, width: int) -> int:
     """Bytes of the policy's weights, with `lora.load_in_4bit` in 4 bits with the largest layer as it computes."""
-    if not config.lora.load_in_4bit:
-        return size.parameters * width
-    of_layers = [one.inputs * one.outputs for one in size.linear]
-    return (size.parameters - sum(of_layers) + max(of_layers)) * width + nf4.packed_bytes(sum(of_layers))
+    of_layers = size.quantizable if config.lora.load_in_4bit else ()
+    kept = size.parameters - sum(of_layers) + max(of_layers, default=0)
+    return kept * width + nf4.packed_bytes(sum(of_layers))
 
 
 def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:

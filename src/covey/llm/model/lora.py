@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from covey.config import ConfigError, LoRAConfig
 from covey.config.files import path_error, read_json
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
-from covey.llm.model.nf4 import PACKED, NF4Linear, quantizable
+from covey.llm.model.nf4 import PACKED, NF4Linear
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights
 
@@ -376,13 +376,20 @@ def quantized_layers(module: nn.Module) -> dict[str, NF4Linear]:
     return {path: part for path, part in parts if isinstance(part, NF4Linear) and not _inside(path, adapted)}
 
 
+def quantizable_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The layers that `quantize` replaces, by path."""
+    found = ((path, module.get_submodule(path)) for path in adaptable_paths(module))
+    return {path: layer for path, layer in found if type(layer) is nn.Linear}
+
+
 def quantize(module: PreTrainedModel, device: torch.device) -> None:
     """Replace the linear layers that an adapter may be added to by quantized ones on a device, one after the other.
 
     Raises:
         ConfigError: if there is no such layer, or bitsandbytes is not installed.
     """
-    for path in quantizable(module, adaptable_paths(module)):
+    quantized_share(module)
+    for path in quantizable_layers(module):
         layer: Any = module.get_submodule(path)
         module.set_submodule(path, NF4Linear(layer, device, _checksum(layer.weight)))
 
@@ -393,10 +400,14 @@ def quantized_share(module: PreTrainedModel) -> str:
     Raises:
         ConfigError: if there is no such layer.
     """
-    paths = quantizable(module, adaptable_paths(module))
-    layers: list[Any] = [module.get_submodule(path) for path in paths]
+    layers = quantizable_layers(module).values()
+    if not layers:
+        raise ConfigError(
+            f"lora.load_in_4bit: {type(module).__name__} has no layers of torch.nn.Linear below its output layer, and "
+            "others are not quantized: remove lora.load_in_4bit, or choose another model"
+        )
     share = sum(layer.weight.numel() for layer in layers) / sum(one.numel() for one in module.parameters())
-    return f"{share:.0%} of the frozen weights, in {len(paths)} linear layers, are in 4 bits; no others are quantized"
+    return f"{share:.0%} of the frozen weights, in {len(layers)} linear layers, are in 4 bits; no others are quantized"
 
 
 def base_of(layer: Any) -> Any:

@@ -11,7 +11,6 @@ Shapes: M outputs, N inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from covey.config import ConfigError
 from covey.config.model_sources import check_four_bit
 
 BLOCK, SCALES = 64, 256  # weights with one scale, scales with one scale
@@ -79,21 +77,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return d @ ctx.layer.weight, None
-
-
-def quantizable(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Those of the paths whose layers can be quantized.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    found = [path for path in paths if type(module.get_submodule(path)) is nn.Linear]
-    if not found:
-        raise ConfigError(
-            f"lora.load_in_4bit: {type(module).__name__} has no layers of torch.nn.Linear below its output layer, and "
-            "others are not quantized: remove lora.load_in_4bit, or choose another model"
-        )
-    return found
 
 
 def _functional() -> Any:
