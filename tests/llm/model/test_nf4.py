@@ -191,8 +191,8 @@ def test_other_families(family: str) -> None:
 
 
 def test_adapters_of_others_on_four_bits(tmp_path: Path) -> None:
-    """peft saves the adapter of a model of bitsandbytes; covey loads it, with the same numbers."""
-    module = tiny_model()
+    """peft saves the adapter of a model of bitsandbytes, with rows of whole blocks; covey loads it."""
+    module = tiny_model(hidden_size=64)
     for path in [path for path, part in module.named_modules() if type(part) is nn.Linear and path != "lm_head"]:
         layer = module.get_submodule(path)
         four_bit = bitsandbytes.nn.Linear4bit(
@@ -207,7 +207,7 @@ def test_adapters_of_others_on_four_bits(tmp_path: Path) -> None:
         if "lora_" in name:
             factor.data.normal_(std=0.2)
     other.save_pretrained(str(tmp_path))
-    mine = tiny_model()
+    mine = tiny_model(hidden_size=64)
     quantize(mine, CPU)  # type: ignore[arg-type]
     policy = LanguagePolicy(mine)  # type: ignore[arg-type]
     adapter = add_adapter(policy.module, read_adapter_config(tmp_path, LORA))

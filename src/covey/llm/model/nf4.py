@@ -44,8 +44,11 @@ class NF4Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.checksum = layer.in_features, layer.out_features, checksum
         weight = layer.weight.detach().to(device)
-        packed, self.state = _functional().quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True,
-                                                         quant_type="nf4")  # fmt: skip
+        # One row of whole blocks: on a CPU bitsandbytes 0.50 takes wrong scales if a block crosses the end of a row.
+        row = F.pad(weight.flatten(), (0, -weight.numel() % BLOCK))
+        packed, self.state = _functional().quantize_4bit(
+            row, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        )
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
         self.register_buffer("like", weight.new_empty(0), persistent=False)
@@ -53,8 +56,9 @@ class NF4Linear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """A new tensor [M, N] with the weights that the 4 bits stand for."""
-        weight: Tensor = _functional().dequantize_4bit(self.packed.detach(), self.state)
-        return weight.to(self.like.dtype)
+        row: Tensor = _functional().dequantize_4bit(self.packed.detach(), self.state)
+        numbers = self.out_features * self.in_features
+        return row.flatten()[:numbers].view(self.out_features, self.in_features).to(self.like.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x, self)
