@@ -85,9 +85,7 @@ def test_states_by_files(tmp_path: Path) -> None:
     assert run_state(make_run(tmp_path / "f", files=("summary.json", "stopped.json"))) is RunState.FINISHED
 
 
-def test_a_run_is_running_until_its_process_ends_even_by_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_running_until_its_process_ends_even_by_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", files=("summary.json",))
     with another_process(lambda: FolderLock(tmp_path / "run")):
         assert run_state(tmp_path / "run") is RunState.RUNNING

@@ -2,8 +2,8 @@
 
 A reader of the state opens nothing for writing. It asks for a shared lock and releases it at once, which every system
 and network file system answers alike; a run that starts in this moment tries again. On a file system without locks,
-`/proc/<pid>/fd` shows if the process that the lock file names has the file open for writing. A process that has the same
-number later does not.
+`/proc/<pid>/fd` shows if the process that the lock file names has the file open for writing. A process that has the
+same number later does not.
 
 If another machine (or container) wrote the lock file and no lock is visible, an unfinished run counts as running while
 its files change.
