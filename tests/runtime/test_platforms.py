@@ -14,10 +14,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from covey import __main__ as command
-from covey.config import ConfigError, RewardConfig
+from covey.config import ConfigError, RewardConfig, machine
 from covey.llm.rewards.code import CodeRunner
+from covey.runtime.device import environment
 from covey.runtime.worker import child
 from covey.runtime.worker.sessions import Sessions
 
@@ -36,10 +38,44 @@ def service(tmp_path: Path) -> ModuleType:
     return importlib.util.module_from_spec(spec)
 
 
-@pytest.mark.parametrize(("platform", "limited"), [("linux", True), ("darwin", False), ("freebsd14", False)])
-def test_address_space_is_limited_on_linux_alone(
-    platform: str, limited: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "torch_loaded", "kept"),
+    [
+        ({}, False, machine.WAITING),
+        ({}, True, {}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({"GOMP_SPINCOUNT": "7"}, False, {"GOMP_SPINCOUNT": "7"}),
+        ({"KMP_BLOCKTIME": "200"}, False, {"KMP_BLOCKTIME": "200"}),
+    ],
+)
+def test_how_threads_wait_is_chosen_before_torch_reads_it_and_by_the_user_first(
+    given: dict[str, str], torch_loaded: bool, kept: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("OMP_WAIT_POLICY", *machine.WAITING):
+            patch.delenv(name, raising=False)
+            patch.setenv(name, given.get(name, ""))
+            patch.delenv(name)
+        for name, value in given.items():
+            patch.setenv(name, value)
+        if not torch_loaded:
+            patch.delitem(sys.modules, "torch")
+        machine.wait_briefly()
+        assert machine.waiting() == kept
+        said = environment(torch.device("cpu"), torch.float32)["waiting threads"]
+        assert said == (" ".join(f"{name}={value}" for name, value in kept.items()) or "the library's choice")
+
+
+def test_covey_chooses_it_before_it_imports_torch() -> None:
+    """Also as a library, and for the processes that it starts."""
+    read = "import os, sys, covey; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+    environment = {name: value for name, value in os.environ.items() if name not in machine.waiting()}
+    done = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == machine.WAITING["GOMP_SPINCOUNT"]
+
+
+@pytest.mark.parametrize(("platform", "limited"), [("linux", True), ("darwin", False), ("freebsd14", False)])
+def test_address_space_is_limited_on_linux_alone(platform: str, limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward `math` asks for it; macOS refuses a limit below what every process has reserved."""
     limits: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(sys, "platform", platform)
@@ -91,14 +127,14 @@ def test_a_session_begins_with_more_than_a_socket_holds(service: ModuleType) -> 
 @pytest.mark.parametrize("unsafe", [True, False])
 def test_programs_of_a_model_run_on_linux_alone(unsafe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="^the reward code runs .* on Linux alone: use a Linux machine"):
+    with pytest.raises(ConfigError, match=r"^the reward code runs .* on Linux alone: use a Linux machine"):
         CodeRunner(RewardConfig(name="code", unsafe_without_sandbox=unsafe))
 
 
 def test_windows_is_told_of_wsl_before_a_module_of_unix_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "win32")
-        with pytest.raises(SystemExit, match="^error: covey runs on Linux and macOS: on Windows, install it in WSL"):
+        with pytest.raises(SystemExit, match=r"^error: covey runs on Linux and macOS: on Windows, install it in WSL"):
             command.main()
     absent = "import sys; sys.modules |= dict.fromkeys(('fcntl', 'resource', 'pwd', 'termios')); import covey.__main__"
     assert subprocess.run([sys.executable, "-c", absent], check=False).returncode == 0
