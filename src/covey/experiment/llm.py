@@ -49,7 +49,7 @@ from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks.prompt_limit import Note
-from covey.runtime.device import build_machine, environment
+from covey.runtime.device import build_machine, environment, idle_gpus_note
 from covey.runtime.distributed import ALONE, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
@@ -138,7 +138,8 @@ class LLMBuilder(ExperimentBuilder):
     @property
     def notes(self) -> list[str]:
         of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
-        return [*of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
+        idle = filter(None, [idle_gpus_note(self.chosen.device)])
+        return [*idle, *of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
