@@ -153,7 +153,7 @@ class LossBase(Table):
         used_by=CLIPPED,
         because="it bounds the ratio of negative advantages from above, 3.0 is usual; unset turns it off",
     )
-    kl_coefficient: float | None = config_field(None, "weight of the KL; 0 only logs it", min=0)
+    kl_coefficient: float | None = config_field(None, "weight of the KL; 0: no KL, and no reference in memory", min=0)
     kl_estimator: str | None = config_field(
         None,
         "estimator of the KL; k1 enters the reward, the others the loss; exact sums over the vocabulary, in control "

@@ -321,7 +321,7 @@ class CriticConfig(Table):
 @table(frozen=True)
 class ReferenceConfig(Table):
     refresh_every: int = config_field(
-        0, "steps after which the reference is refreshed from the policy; 0: never", min=0, advanced=True
+        0, "steps after which the reference of the KL is refreshed from the policy; 0: never", min=0, advanced=True
     )
     refresh_fraction: float = config_field(
         1.0,

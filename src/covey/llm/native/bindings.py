@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
+from covey.config.files import raise_fault
 from covey.llm.native.build import BuildError, find_compiler, load_library
 from covey.runtime.device import cpu_info
 
@@ -375,6 +376,7 @@ def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels |
         kernels = triton_kernels.TritonKernels(dtype)
         triton_kernels.check(kernels, device)
     except Exception as error:  # Triton, its compiler and the driver raise any exception
+        raise_fault(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _log.warning("covey's kernels are not used on this GPU, so sampling and updates are slower: %s", reason)
         return None
