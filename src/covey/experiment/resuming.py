@@ -91,9 +91,12 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[Config, list[str
 
 def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> None:
     began, now = origin["config"] | {"run_dir": ""}, plain_config(config)
-    if isinstance(config, RunConfig):  # the division of the weights changes no bit
-        began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
-    began["trackers"] = now["trackers"]  # a resumed run may change them
+    kept = {"trackers": now["trackers"]}  # a resumed run may change them
+    if isinstance(config, RewardModelTraining):  # a run of an older version has not all fields
+        began, kept = plain_config(RewardModelTraining()) | began, kept | {"weights": config.weights}
+    elif isinstance(config, RunConfig):  # the division of the weights changes no bit
+        kept["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
+    began |= kept
     name = first_difference(began, now)
     if not name:
         return
