@@ -20,10 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from covey.algorithms import Algorithm, KLFromOutput
 from covey.config import ClusterConfig, ConfigError, RunConfig
@@ -84,7 +83,7 @@ class Division(Protocol):
 class Packed(Protocol):
     """A policy or a reward model."""
 
-    module: PreTrainedModel
+    module: Any  # a model of transformers
 
     @property
     def shares_prompts(self) -> bool:
