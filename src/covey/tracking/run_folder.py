@@ -23,7 +23,6 @@ import re
 import shutil
 import stat
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -199,8 +198,10 @@ def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
 
 def _try_to_write(folder: Path) -> None:
     """Raise OSError if no file can be created in the folder. Permission bits alone do not show it, as for root."""
+    from tempfile import TemporaryFile  # here, because it loads much
+
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         error.filename = str(folder)  # the temporary file's name would not help the user
