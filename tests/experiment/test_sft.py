@@ -127,7 +127,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     assert said.splitlines()[-1] == "stopped after step 4. Go on with: covey sft --resume stopped"
     code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
     assert code == 2
-    assert "a resumed training keeps the settings" in said
+    assert "a resumed run keeps the settings" in said
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 0, said
     assert_same(run_dir, whole[0])
