@@ -9,7 +9,8 @@ All weights are trained, or an adapter (LoRA) of frozen weights:
 | sharded by FSDP2 | all weights                 | the frozen weights; every rank has the whole adapter                |
 | saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
 
-The reference has a copy of the adapter if the run begins with an adapter, or refreshes its reference.
+A run whose KL coefficient is always 0 has no reference. The reference has a copy of the adapter if the run begins with
+an adapter, or refreshes its reference.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ class AllWeights:
         return LanguageCritic(policy, own_trunk=trunk == "own")
 
     def divide(
-        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
-    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        self, policy: LanguagePolicy, reference: LanguagePolicy | None, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy | None]:
         """The policy and its reference after the ranks have divided their weights."""
-        reference = reference.with_outputs(weights=shard(reference.module))
+        reference = reference and reference.with_outputs(weights=shard(reference.module))
         return policy.with_outputs(weights=shard(policy.module)), reference
 
     def checksum(self, policy: LanguagePolicy) -> str:
@@ -147,12 +148,12 @@ class AdapterOnly(AllWeights):
         return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed, base=base))
 
     def divide(
-        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
-    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        self, policy: LanguagePolicy, reference: LanguagePolicy | None, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy | None]:
         _ = self.adapter.base.checksum  # computed and kept now, because a rank has only parts of the weights later
         base = shard(policy.module, whole=all_factors(policy.module))
         name = REFERENCE if self.copies_reference else None
-        reference = reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
+        reference = reference and reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
         return policy.with_outputs(weights=base), reference
 
     def checksum(self, policy: LanguagePolicy) -> str:
@@ -283,10 +284,10 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: AllWeigh
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, its reference and its critic, if there is one."""
+    """The policy, and its reference and its critic, if there is one."""
 
     policy: LanguagePolicy
-    reference: LanguagePolicy
+    reference: LanguagePolicy | None
     critics: Sequence[LanguageCritic]
     critic_weights: Sequence[Weights]  # of the trunks of the critics
 
@@ -332,7 +333,7 @@ def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str
 
 def divide(
     policy: LanguagePolicy,
-    reference: LanguagePolicy,
+    reference: LanguagePolicy | None,
     critics: Sequence[LanguageCritic],
     adaptation: AllWeights,
     config: RunConfig,
@@ -361,9 +362,9 @@ def divide(
     return Models(policy, reference, critics, critic_weights)
 
 
-def with_outputs(models: Models, config: RunConfig, algorithm: Algorithm) -> LanguagePolicy:
+def with_outputs(models: Models, algorithm: Algorithm) -> LanguagePolicy:
     """The policy with the additional outputs that its loss needs: values, exact KL."""
     extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.trains_trunk]
-    if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
+    if isinstance(algorithm.kl.placement, KLFromOutput) and models.reference is not None:
         extra.append(KLToReference(models.reference))
     return models.policy.with_outputs(*extra)

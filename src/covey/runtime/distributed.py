@@ -138,7 +138,7 @@ def joined_ranks() -> Iterator[None]:
     if world_size() == 1 or dist.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
+    if local_rank() < torch.cuda.device_count():  # else the ranks compute on the CPU, or `choose_device` refuses them
         torch.cuda.set_device(local_rank())
     dist.init_process_group(timeout=LONGEST_WAIT)
     STATE.joined = True

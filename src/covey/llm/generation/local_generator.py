@@ -41,7 +41,7 @@ from covey.llm.generation.generator import (
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
-from covey.runtime.device import device_kind
+from covey.runtime.device import device_kind, total_memory_bytes
 from covey.runtime.rng import uniforms
 
 # Limits on the memory of the keys and values of a batch, if the settings do not give the number of rows: on a CPU, and
@@ -351,8 +351,10 @@ def cache_limit(device: str) -> int:
     """Bytes for the keys and values of a batch on the device "cpu" or "cuda"."""
     if device == "cpu":
         return CACHE_BYTES
-    has_gpu = torch.cuda.is_available()
-    return int(CACHE_SHARE * (torch.cuda.get_device_properties().total_memory if has_gpu else ASSUMED_GPU_BYTES))
+    memory = (
+        total_memory_bytes(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+    )
+    return int(CACHE_SHARE * (memory or ASSUMED_GPU_BYTES))
 
 
 def fitting_rows(row_bytes: int, device: str) -> int:

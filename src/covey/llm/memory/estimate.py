@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from covey.algorithms import default_kl
 from covey.config import CRITIC_FREE, RunConfig
 from covey.config.model_sources import resolved
 from covey.llm import critic
@@ -301,7 +302,12 @@ def trained_parameters(size: Dimensions, config: RunConfig) -> int:
 
 
 def reference_parameters(size: Dimensions, config: RunConfig) -> int:
-    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter."""
+    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter; 0 if the
+    KL coefficient is 0.
+    """
+    coefficient = config.kl_coefficient
+    if not (default_kl(config.algorithm).coefficient(1) if coefficient is None else coefficient):
+        return 0
     if not config.lora.is_used:
         return size.parameters
     return adapter_parameters(size, config) if config.copies_reference_adapter else 0
