@@ -244,7 +244,7 @@ def exchange_json(team: Team, value: Any) -> list[Any]:
 
 
 def of_all_shards(team: Team, own: Sequence[Any]) -> list[Any]:
-    """The JSON values of all shards, in their order; `own` are those of this rank's. Every rank must call it."""
+    """The JSON values of all shards, in their order; `own` belong to those on this rank. Every rank must call it."""
     return [value for values in exchange_json(team, list(own)) for value in values]
 
 

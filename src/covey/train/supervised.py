@@ -1,7 +1,7 @@
 """Supervised training on examples: the loss is a mean over the terms of a minibatch, such as tokens or pairs.
 
-With several ranks (`runtime/distributed.py`) a minibatch is divided into logical shards. The number of terms is that of
-the whole minibatch, so the sum of the shards' gradients is its gradient. Shapes: B rollouts, T decisions.
+With several ranks (`runtime/distributed.py`) a minibatch is divided into logical shards. The terms of the whole
+minibatch are counted, so the sum of the shards' gradients is its gradient. Shapes: B rollouts, T decisions.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Likelihood:
         return [batch.select(rows) for rows in self.policy.microbatches(batch)]
 
     def share(self, part: Batch, terms: int) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch in that of the minibatch."""
+        """The losses of a batch divided by `terms`."""
         logprobs_BT = self.policy.evaluate(part).logprobs_BT
         weights_BT = token_mean(part.mask_BT, Counts(len(part), terms)).to(logprobs_BT.device)
         return -(weights_BT * logprobs_BT).sum(), {}

@@ -51,7 +51,7 @@ class RewardCriterion:
         return [[examples[number] for number in part] for part in parts]
 
     def share(self, part: Sequence[EncodedExample], terms: int) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a part in that of the minibatch, and the number of right predictions, if they can be right."""
+        """The losses of a part divided by `terms`, and the number of right predictions, if they can be right."""
         logit_N = self.model.logits([row for one in part for row in one.rows])
         originals = [one.example for one in part]
         right_M = self.objective.right(logit_N.detach(), originals)
