@@ -20,7 +20,7 @@ from covey.config import ConfigError, ControlConfig, RunConfig, RunError
 from covey.config.fields import command, did_you_mean, printable
 from covey.config.files import machine_error, path_error, shortened
 from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
-from covey.config.terminal import fitted, say, width_of
+from covey.config.terminal import say
 from covey.runtime.interrupts import EXIT_CODE, leave, say_last_words, watched
 from covey.runtime.variables import is_echo, own_rank, world_size
 from covey.tracking.output import expect_early_end, outlasting_output
@@ -301,7 +301,6 @@ def _add_commands(
         one.add_options(made)
         if one.actions:
             _add_commands(made, one.actions, chosen, parsers, one.name)
-        made.epilog = made.epilog and fitted(made.epilog, width_of(sys.stdout))
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

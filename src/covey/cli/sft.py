@@ -10,7 +10,6 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.recipe import find_recipe, read_sft_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
-from covey.llm.data.sft_examples import read_rows, split_examples
 from covey.runtime.interrupts import EXIT_CODE
 from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 
@@ -56,6 +55,8 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     name = f"{find_recipe(arguments.recipe).stem.removesuffix('_sft')}_sft"
     check_run_dir(config.run_dir or next_run_dir(name))
     sft = config.sft
+    from covey.llm.data.sft_examples import read_rows, split_examples
+
     is_file = sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data) and not is_run(sft.data)
     examples = split_examples(sft, read_rows(sft, sft.data)) if is_file else None  # before torch is loaded
     from covey.experiment.advice import Launch

@@ -1,10 +1,8 @@
 """Config of a run on a language model."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from covey.config.common import (
@@ -18,6 +16,7 @@ from covey.config.common import (
     Table,
     UpdateBase,
     config_field,
+    table,
 )
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
@@ -78,7 +77,7 @@ def largest_divisor(count: int, most: int) -> int:
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ChatConfig(Table):
     system_prompt: str = config_field(
         "", "system message before every prompt that is chat messages and has none of its own; empty: none"
@@ -119,7 +118,7 @@ class ChatConfig(Table):
         _ = self.assigned_options
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SelectionConfig(Table):
     SWITCH = ("candidates",)
 
@@ -148,7 +147,7 @@ class SelectionConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SamplingConfig(Table):
     prompts_per_step: int = config_field(16, "prompts per training step", min=1)
     group_size: int = config_field(
@@ -240,7 +239,7 @@ class SamplingConfig(Table):
         check_stop(self.stop)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class LossConfig(LossBase):
     mask_truncated: bool = config_field(
         False, "leave completions that the token limit cut out of the loss", advanced=True
@@ -265,7 +264,7 @@ class LossConfig(LossBase):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class UpdateConfig(UpdateBase):
     microbatch_tokens: int = config_field(
         4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
@@ -277,7 +276,7 @@ class UpdateConfig(UpdateBase):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class EvaluationConfig(Table):
     problems: int = config_field(
         256,
@@ -298,7 +297,7 @@ class EvaluationConfig(Table):
             yield Fault(f"evaluation.token_limits names a limit twice: {toml_repr(self.token_limits)}")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RecordConfig(Table):
     tokens: bool = config_field(
         False,
@@ -307,7 +306,7 @@ class RecordConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class CriticConfig(Table):
     trunk: str = config_field(
         "own",
@@ -319,7 +318,7 @@ class CriticConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ReferenceConfig(Table):
     refresh_every: int = config_field(
         0, "steps after which the reference of the KL is refreshed from the policy; 0: never", min=0, advanced=True
@@ -334,7 +333,7 @@ class ReferenceConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class IterationConfig(Table):
     SWITCH = ("steps",)
 
@@ -393,7 +392,7 @@ class IterationConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ProcessConfig(Table):
     boundary: str = config_field(
         "",
@@ -423,7 +422,7 @@ class ProcessConfig(Table):
         check_function_name(self.boundary, "process.boundary")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ClusterConfig(Table):
     shards: int = config_field(
         0,
@@ -449,7 +448,7 @@ class ClusterConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RunConfig(RunBase):
     """One training run on a language model."""
 

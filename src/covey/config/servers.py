@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from covey.config.common import ConfigError, Fault, Table, config_field
+from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.fields import missing_file
 from covey.config.files import make_folder, path_error, read_file, shortened, user_path
 
@@ -203,7 +203,7 @@ def own_token(path: Path) -> str:
     return read_token(path, "the access token")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SamplerConfig(Table):
     SWITCH = ("kind",)
 

@@ -4,12 +4,11 @@ name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field
+from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field, table
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -44,7 +43,7 @@ def is_sampled(data: str) -> bool:
     return data == SAMPLES or is_run(data)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SupervisedBase(Table):
     """Fields that trainings on given examples share."""
 
@@ -62,7 +61,7 @@ class SupervisedBase(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SFTConfig(SupervisedBase):
     data: str = config_field(
         "",
@@ -148,7 +147,7 @@ class RewardModelKind(StrEnum):
         return f"{'an' if self.noun.startswith('o') else 'a'} {self.noun}"
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RewardModelConfig(SupervisedBase):
     """Training of a reward model."""
 
@@ -192,7 +191,7 @@ class RewardModelConfig(SupervisedBase):
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RewardModelTraining(RewardModelConfig):
     """The config of a run of `covey reward-model train`."""
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
 from covey.config.fields import command
-from covey.config.files import faults_of, machine_error
+from covey.config.files import MemoryFault, faults_of, machine_error
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_to_dict, write_config
 from covey.data import Observer, StepRecord, Team
@@ -347,7 +347,7 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
     Args:
         store: the run folder.
         launch: the command or call that began the run.
-        config: of a run that begins.
+        config: of the run.
     """
     try:
         try:
@@ -360,12 +360,15 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
         fault = machine_error(error)
         if fault is None:
             raise
-        then = "start the run again"
+        then, where = "start the run again", ""
         with suppress(OSError):
             if store.began or holds_run(store.run_dir):
                 then = f"go on with: {advice.go_on(launch, store.run_dir)}"
+                where = str(store.run_dir / CONFIG_FILE)
             elif config is not None:
                 then = f"start again with: {advice.start(launch, config, {}, keep_folder=True)}"
+        if isinstance(fault, MemoryFault):
+            fault = advice.less_memory(fault, error, config, where)
         raise MachineError(f"{fault}; then {then}") from error
 
 
@@ -385,11 +388,12 @@ def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Job]:
         launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
         with faults_of_run(store, launch):
             origin, config, notes = read_beginning(store.shared_dir)
-            own = resuming_command(store.shared_dir)
-            if own != kind:
-                raise ConfigError(
-                    f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
-                )
+        own = resuming_command(store.shared_dir)
+        if own != kind:
+            raise ConfigError(
+                f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
+            )
+        with faults_of_run(store, launch, config):
             yield Job(store, launch, config, origin, notes, resuming=True)
 
 

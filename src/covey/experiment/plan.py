@@ -16,6 +16,7 @@ from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.rules import validate
 from covey.data import Team
+from covey.experiment.advice import ADAPTER_RANK
 from covey.experiment.gpu_time import find_card, time_lines
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import (
@@ -39,7 +40,6 @@ from covey.runtime.optimizer import fits_replicated
 WITHOUT_KERNELS = "the kernels are for Llama, Qwen2 and Qwen3, compute capability 8.0 or newer, and need Triton"
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
-LORA_RANK = 16  # of the adapter that is proposed if a run with all weights does not fit
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _smaller_models(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
     yield config, []
     if config.lora.is_used:
         return
-    adapted, words = replace(config, lora=LoRAConfig(rank=LORA_RANK)), [f"--rank {LORA_RANK}"]
+    adapted, words = replace(config, lora=LoRAConfig(rank=ADAPTER_RANK)), [f"--rank {ADAPTER_RANK}"]
     if config.algorithm == "ppo" and config.critic.trunk == "own":
         adapted = replace(adapted, critic=replace(config.critic, trunk="adapter"))
         words.append("--trunk adapter")

@@ -41,7 +41,7 @@ from covey.experiment.models import LoadedPolicy, load_policy
 from covey.experiment.problem import build_problem
 from covey.experiment.supervised import SupervisedBuilder
 from covey.llm.data.reward_examples import Example, read_examples
-from covey.llm.data.rows import Split, encode_split, hold_out, without_held_out
+from covey.llm.data.rows import Split, divide, encode_split
 from covey.llm.model.architecture import position_limit, shortest
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.examples import (
@@ -90,20 +90,18 @@ def read_training_data(config: RewardModelTraining) -> Data:
         with faults_of(name), open(name, "rb") as file:
             inputs[name] = hashlib.file_digest(file, "sha256").hexdigest()
     examples = read_examples(config.data, config.grade_column)
-    if config.held_out:
-        held_out = read_examples(config.held_out, config.grade_column)
-        if type(held_out[0]) is not type(examples[0]):
-            raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
-        split = without_held_out(
-            examples,
-            held_out,
-            paths=(config.data, config.held_out),
-            drop=config.overlap == "drop",
-            remedy=": add --overlap drop",
-        )
-    else:
-        one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
-        split = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
+    held_out = read_examples(config.held_out, config.grade_column) if config.held_out else []
+    if held_out and type(held_out[0]) is not type(examples[0]):
+        raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
+    split = divide(
+        examples,
+        held_out,
+        config.held_out_fraction,
+        paths=(config.data, config.held_out),
+        drop=config.overlap == "drop",
+        remedy=": add --overlap drop",
+        one_prompt="the data have only one prompt, so none is left for evaluation: add prompts",
+    )
     objective = choose_objective([*split.training, *split.held_out], config.grade_loss, config.center)
     return Data(split, objective, kind_of_examples(split.training), inputs)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, world_size
+from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, waiting, world_size
 from covey.runtime.variables import own_rank
 
 _log = logging.getLogger(__name__)
@@ -255,9 +255,13 @@ def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
         "transformers": version("transformers"),
         "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
+        WAITING: " ".join(f"{name}={value}" for name, value in waiting().items()) or "the library's choice",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(precision).removeprefix("torch."),
     }
+
+
+WAITING = "waiting threads"  # recorded, but no bit depends on it
 
 
 def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -265,7 +269,7 @@ def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{name} was {recorded.get(name, 'not recorded')}, is {now.get(name, 'not known')}"
         for name in [*now, *(name for name in recorded if name not in now)]
-        if recorded.get(name) != now.get(name)
+        if recorded.get(name) != now.get(name) and name != WAITING
     ]
 
 

@@ -144,8 +144,6 @@ class ContinuousBatch:
         tokens_BN, logprobs_BN = decoder.draw(self.fed_B, uniforms_RN, self.temperature)
         for column in range(steps):
             drawn_R, logprobs_R = tokens_BN[self.branch_R, column], logprobs_BN[self.branch_R, column]
-            if failed := int(np.isnan(logprobs_R).sum()):
-                raise FloatingPointError(f"{failed} rows of logits define no distribution")
             self._record(drawn_R, logprobs_R)
             tokens_R = self._retire(drawn_R)
         self._fork(tokens_R, len(tokens_BN), self.fed_B.device)
@@ -199,6 +197,8 @@ class ContinuousBatch:
 
     def _record(self, tokens_R: NDArray[np.int64], logprobs_R: NDArray[np.floating[Any]]) -> None:
         """Append a token to every open completion."""
+        if failed := int(np.isnan(logprobs_R).sum()):
+            raise FloatingPointError(f"{failed} rows of logits define no distribution")
         position = (self.open_R, self.lengths_N[self.open_R])
         self.tokens_NT[position], self.logprobs_NT[position] = tokens_R, logprobs_R
         self.lengths_N[self.open_R] += 1

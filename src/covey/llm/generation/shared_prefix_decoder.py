@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from covey.config.files import raise_fault
 from covey.llm.generation.decoder import LlamaLayers, PackedLinears, PrefillLayout, prefill
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.prefix_attention import Layout, SharedPrefixAttention, forward
@@ -76,7 +77,8 @@ class GraphedStep:
                     output = compute()
                 finally:
                     graph.capture_end()
-        except Exception:  # whatever the model's code raises, or CUDA for what a graph cannot have
+        except Exception as error:  # whatever the model's code raises, or CUDA for what a graph cannot have
+            raise_fault(error)
             self.can_be_captured = False
             return False
         torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -248,22 +248,16 @@ class TritonKernels:
         return out.flatten(1)
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `token_sampling.sample_tokens`, for a temperature above 0.
-
-        Raises:
-            FloatingPointError: if the logits of a row are not finite.
-        """
+        """As `token_sampling.sample_tokens`, for a temperature above 0."""
         rows = len(logits_RV)
         tokens_R, logprobs_R = (logits_RV.new_empty(rows, dtype=kind) for kind in (torch.int64, torch.float32))
         self.draw(logits_RV, uniforms_R, temperature, tokens_R, logprobs_R)
-        if failed := int(logprobs_R.isnan().sum()):
-            raise FloatingPointError(f"{failed} rows of logits define no distribution")
         return tokens_R, logprobs_R
 
     def draw(
         self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float, tokens_R: Tensor, logprobs_R: Tensor
     ) -> None:
-        """`sample_tokens` without a synchronisation: a row without a distribution has the log-probability NaN."""
+        """`sample_tokens` into given tensors."""
         rows, vocabulary = logits_RV.shape
         blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
         sums = logits_RV.new_empty(rows, blocks, dtype=torch.float64)
