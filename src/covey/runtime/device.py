@@ -302,7 +302,7 @@ def _gpu_memory(device: torch.device) -> tuple[int, int]:
 
 def return_unused(device: torch.device) -> None:
     """Return the memory that torch keeps for reuse to the GPU, if it is much: the blocks of the next phase have other
-    sizes, and those of a phase that are in use would divide the large ones. No effect on a CPU.
+    sizes, and the ones in use would divide the large ones. No effect on a CPU.
     """
     if device.type != "cuda":
         return

@@ -364,8 +364,11 @@ def batch_rows(
 
 
 def cache_limit(device: str, gpu_bytes: int | None = None) -> int:
-    """Bytes for the keys and values of a batch on the device "cpu" or "cuda", a GPU with so many bytes or that of this
-    machine.
+    """Bytes for the keys and values of a batch on the device "cpu" or "cuda".
+
+    Args:
+        device: "cpu" or "cuda".
+        gpu_bytes: memory of the GPU; None: the GPU of this machine.
     """
     if device == "cpu":
         return CACHE_BYTES

@@ -256,7 +256,7 @@ def _sampling(
     """Rows and bytes of a batch of requests of equal size, with as many whole groups at a time as fit.
 
     Args:
-        free: bytes that are in memory all the time, and those of the GPU; None: not known, or a CPU.
+        free: bytes that are in memory all the time, and the memory of the GPU; None: not known, or a CPU.
         native: whether covey's kernels decode.
     """
     staying, gpu_bytes = free
@@ -449,7 +449,7 @@ def decoded_rows(
         max_rows: completions that are generated together; 0 if memory decides.
         max_new_tokens: tokens of a completion.
         device: "cpu" or "cuda".
-        gpu_bytes: memory of the GPU; None: of that of this machine.
+        gpu_bytes: memory of the GPU; None: the GPU of this machine.
     """
     fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device, gpu_bytes)
     return local_generator.rows_together(fitting, requests, completions) // completions * completions

@@ -308,7 +308,7 @@ def build_generator(
 ) -> tuple[Generator, SamplerWeights]:
     """The generator of a run, and the weights that it reads in this process. Every rank must call it.
 
-    `room` is that of `LocalGenerator`.
+    `room` is an argument of `LocalGenerator`.
 
     Raises:
         ConfigError: if the access token cannot be read.
