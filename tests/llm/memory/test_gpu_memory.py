@@ -135,7 +135,7 @@ def test_unused_memory_is_returned_to_a_gpu_if_it_is_much(
     reserved: int, returned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(device, "_gpu_memory", lambda _: (100, 100))
+    monkeypatch.setattr(device, "gpu_memory", lambda _: (100, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
