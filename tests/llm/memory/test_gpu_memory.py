@@ -49,7 +49,8 @@ def test_the_keys_and_copies_of_a_decoder(rank: int, monkeypatch: pytest.MonkeyP
         add_adapter(model, LoRAConfig(rank=rank))
     of_model = {parameter.data_ptr() for parameter in model.parameters()}
     memory = DecoderMemory.of(model)
-    made = GraphDecoder(model, None, rows, tokens)  # type: ignore[arg-type]
+    kernels = pytest.importorskip("covey.llm.native.triton_kernels").TritonKernels(torch.float32)
+    made = GraphDecoder(model, kernels, rows, tokens)
     made.prefill([[5, 6, 7, 8], [5, 6, 9, 3]], 3)
     prompts = {id(prompt): prompt for prompt in made.prompts}.values()
     held = [made.own_keys, made.own_values, *(part for one in prompts for part in (one.keys, one.values))]
