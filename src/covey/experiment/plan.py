@@ -16,6 +16,7 @@ from covey.config.fields import plural
 from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.rules import validate
+from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.data import Team
 from covey.experiment.advice import ADAPTER_RANK
 from covey.experiment.gpu_time import find_card, time_lines
@@ -379,16 +380,28 @@ def with_vllm_memory(config: RunConfig, device: torch.device) -> RunConfig:
     return replace(config, sampler=replace(sampler, vllm_memory=math.floor(1000 * left / whole) / 1000))
 
 
-def must_shard(config: RunConfig, team: Team) -> bool:
+def must_shard(config: RunConfig | RewardModelTraining, team: Team, parameters: int | None = None) -> bool:
     """Whether the ranks must divide the weights, because they do not fit on the device of each; the same on all ranks.
 
-    Downloads the model if it is on a hub.
+    Downloads the model if it is on a hub. `parameters` is as for `covey.experiment.job.team_for`.
 
     Raises:
         ConfigError: if the model is not found.
     """
     device = choose_device(config.device)
     memory = total_memory_bytes(device) if device.type == "cuda" else _share_of_machine()
+    width = choose_precision(config.precision, device).itemsize
+    trained, frozen = _parameters(config) if isinstance(config, RunConfig) else (parameters or 0, 0)
+    eight_bit_moments = isinstance(config, RunConfig) and config.update.eight_bit_moments
+    shards = team.shards // team.size
+    fits = memory is None or fits_replicated(
+        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
+    )
+    return any(exchange_json(team, not fits))
+
+
+def _parameters(config: RunConfig) -> tuple[int, int]:
+    """The numbers of weights that a run trains, and that it only evaluates."""
     model_config = find_model_config(config.model)
     if model_config is None:
         find_model(config.model)
@@ -396,14 +409,10 @@ def must_shard(config: RunConfig, team: Team) -> bool:
     if model_config is None:
         raise ConfigError(f"there is no config.json of {config.model}: set cluster.weights")
     size = read_dimensions(model_config, config.model)
-    trained = trained_parameters(size, config) + critic_weights_of(size, config)
+    if config.algorithm == SFT_ALGORITHM:
+        return size.parameters, 0
     frozen = frozen_parameters(size, config) + count_reward_models(config)
-    width = choose_precision(config.precision, device).itemsize
-    shards, eight_bit_moments = team.shards // team.size, config.update.eight_bit_moments
-    fits = memory is None or fits_replicated(
-        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
-    )
-    return any(exchange_json(team, not fits))
+    return trained_parameters(size, config) + critic_weights_of(size, config), frozen
 
 
 def _share_of_machine() -> int | None:
