@@ -89,7 +89,7 @@ def validate(
         config.conversation.check_name()
     _check_size(config)
     check_shards(config.cluster.shards, config.sampling.prompts_per_step)
-    if config.sampler.kind != "local" and not config.sampler.start and not config.sampler.token_file:
+    if config.sampler.kind != "local" and not config.sampler.started and not config.sampler.token_file:
         serve = command("serve", config.model)
         read_token(default_token_file(), f"{serve} creates the access token, start it first")
     for number, reward in enumerate(config.rewards, start=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,13 @@ from covey.llm.memory.estimate import (
 from covey.llm.model.loading import find_model
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
-from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
+from covey.runtime.device import choose_device, choose_precision, gpu_memory, total_memory_bytes
 from covey.runtime.distributed import exchange_json
 from covey.runtime.optimizer import fits_replicated
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
+LEAST_VLLM_BYTES = 3 << 30  # beside its weights: CUDA context and graphs, activations, keys and values
 TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
 
 
@@ -314,6 +316,30 @@ def _next_command(model: str, fields: Sequence[str]) -> str:
     path = Path(model)
     folder = str(path.parent) if path.name == "config.json" else model
     return shlex.join(["covey", "train", "arithmetic_grpo", "--model", folder, *fields])
+
+
+def with_vllm_memory(config: RunConfig, device: torch.device) -> RunConfig:
+    """The config with the fraction of the GPU that the run leaves to the vLLM that it starts, if it starts one there;
+    unchanged before the model has been downloaded.
+
+    Raises:
+        ConfigError: if that is less than vLLM needs.
+    """
+    sampler = config.sampler
+    if device.type != "cuda" or sampler.kind != "vllm" or not sampler.started or sampler.vllm_memory:
+        return config
+    plan = _plan_here(config)
+    if plan is None:
+        return config
+    whole, usable = gpu_memory(device)
+    left, weights = int(TIGHT * usable) - plan.staying, plan.parts["weights"]
+    if left < weights + LEAST_VLLM_BYTES:
+        raise ConfigError(
+            f"vLLM beside the run needs at least {(weights + LEAST_VLLM_BYTES) / 2**30:.1f} GiB, and the run leaves "
+            f"{max(left, 0) / 2**30:.1f} of the GPU's {usable / 2**30:.1f} GiB (covey plan): train an adapter "
+            f"(lora.rank = {ADAPTER_RANK}), set update.eight_bit_moments = true, or remove sampler.kind"
+        )
+    return replace(config, sampler=replace(sampler, vllm_memory=math.floor(1000 * left / whole) / 1000))
 
 
 def must_shard(config: RunConfig, team: Team) -> bool:

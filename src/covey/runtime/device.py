@@ -233,7 +233,7 @@ def _surprises(device: str, precision: str, machine: Machine) -> Iterator[str]:
     if precision == "auto" and machine.dtype == torch.float32:
         name = torch.cuda.get_device_name(machine.device)
         yield f"precision is fp32, because {name} has no bf16 instructions; weights need twice the memory of bf16"
-    whole, usable = _gpu_memory(machine.device)
+    whole, usable = gpu_memory(machine.device)
     if usable < whole:
         yield (
             f"other processes use {(whole - usable) / 2**30:.1f} of the GPU's {whole / 2**30:.1f} GiB, so this one "
@@ -284,11 +284,11 @@ def total_memory_bytes(device: torch.device) -> int | None:
     """Memory in bytes: of the machine or of the container's limit, of a GPU without what other processes used when it
     was first asked for; None if unknown.
     """
-    return _gpu_memory(device)[1] if device.type == "cuda" else memory_bytes()
+    return gpu_memory(device)[1] if device.type == "cuda" else memory_bytes()
 
 
 @cache
-def _gpu_memory(device: torch.device) -> tuple[int, int]:
+def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Memory of a GPU, and how much of it this process may use, in bytes.
 
     It is asked for once, so that the rows that fit do not change during a run. The context of this process is not

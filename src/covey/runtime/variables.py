@@ -55,6 +55,11 @@ def check_ranks(config: RunConfig | ControlConfig) -> None:
         raise ConfigError(
             f"an iterative run is trained by one process, and torchrun has started {size}: leave out torchrun"
         )
+    if config.sampler.sleep or (config.sampler.kind == "vllm" and config.sampler.started):
+        raise ConfigError(
+            f"a vLLM that shares a GPU with the run is for one process, and torchrun has started {size}: start covey "
+            "serve --vllm on another GPU, name it in sampler.servers, and leave out sampler.sleep"
+        )
     if size & (size - 1):
         raise ConfigError(f"the number of ranks must be a power of two, got {size}: change --nproc-per-node")
     shards = config.cluster.shards or size
