@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,9 @@ from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.generation.slots import SharedPrompt, SlotDecoder
 from covey.llm.generation.token_sampling import Drawing, sample_tokens
 from covey.llm.native.bindings import KernelSet
-from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
+
+if TYPE_CHECKING:  # a plan for a GPU is made without Triton too
+    from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
 
 BLOCK = 8  # steps between two synchronisations
 LADDER = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -136,6 +138,8 @@ class GraphDecoder(SlotDecoder):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _new_state(self, rows: int, tiles: int, tile_rows: int) -> DecodedRows:
+        from covey.llm.native.triton_kernels import DecodedRows
+
         heads, numbers = self.heads, self._numbers_of
         parts = [min(max(PROGRAMS // (count * heads.keys), 1), MOST_PARTS) for count in (tiles, rows)]
         return DecodedRows(
