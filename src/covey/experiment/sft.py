@@ -29,7 +29,7 @@ from covey.config.rules import validate_sft
 from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import Batch, EndReason, Group, Rollout, Start
 from covey.experiment.advice import Finished, Launch
-from covey.experiment.algorithm import build_optimizer
+from covey.experiment.algorithm import build_optimizer, build_pace
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import load_policy, load_trainable
 from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
@@ -150,7 +150,7 @@ class SFTBuilder(SupervisedBuilder):
 
     def __init__(self, config: RunConfig, data: Data, machine: Machine) -> None:
         super().__init__(config, data, machine)
-        self.found, self.patience = data.notes, config.sft.patience
+        self.found, self.patience, self.pace = data.notes, config.sft.patience, build_pace(config)
 
     @classmethod
     def read(cls, config: Any, run_dir: Path) -> Data:
@@ -185,8 +185,8 @@ class SFTBuilder(SupervisedBuilder):
         module, tokenizer = policy.module, chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         optimizer = build_optimizer(policy.module, replace(config.update, learning_rate=sft.learning_rate))
-        rate = learning_rate_schedule(
-            sft.schedule, sft.learning_rate, steps=config.steps, warmup_steps=sft.warmup_steps
+        rate = self.pace.over(
+            learning_rate_schedule(sft.schedule, sft.learning_rate, steps=config.steps, warmup_steps=sft.warmup_steps)
         )
 
         def batches(done: int) -> Iterator[Batch]:

@@ -18,6 +18,7 @@ from covey.tracking.console import Display, RunResult, describe_size
 from covey.tracking.diagnosis import conclusion
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.metrics import Clock
+from covey.train.pace import Pace
 from covey.train.state import Limits
 from covey.train.supervised import SupervisedRun, Trainer, train_supervised
 
@@ -31,6 +32,7 @@ class SupervisedBuilder(ExperimentBuilder):
     score_name = "loss"
     has_rollouts = False
     show_rollouts_every = 0
+    pace = Pace()
 
     def __init__(self, config: Any, data: Any, machine: Machine) -> None:
         """`data` is what `read` returns."""
@@ -133,6 +135,7 @@ class SupervisedBuilder(ExperimentBuilder):
             keep_best=checkpoint.best,
             score_metric=f"{self.algorithm_name}/held_out_loss",
             lower_is_better=True,
+            pace=self.pace,
         )
         machine = environment(self.machine.device, self.machine.dtype) | backend
         return Experiment(
