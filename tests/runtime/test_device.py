@@ -61,10 +61,10 @@ def gpu(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         is_bf16_supported = lambda including_emulation: capability >= (8, 0)  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-        device_module._gpu_memory.cache_clear()
+        device_module.gpu_memory.cache_clear()
 
     yield pretend
-    device_module._gpu_memory.cache_clear()
+    device_module.gpu_memory.cache_clear()
 
 
 def test_device_with_a_gpu(gpu, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from covey.cli import completion, evaluate, export, plan, report, reward_model, runs, sample, serve, sft, show, train
 from covey.cli.options import Command, Parser
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config.fields import command, did_you_mean, printable
+from covey.config.fields import TRAININGS, command, did_you_mean, or_list, printable
 from covey.config.files import machine_error, path_error, shortened
 from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
 from covey.config.terminal import say
@@ -96,8 +96,10 @@ def _execute(words: list[str], debug: bool) -> int:
             print(OVERVIEW)
             return 0
         arguments, fields = parse(words)
-        if world_size() > 1 and arguments.command != "train":
-            raise ConfigError(f"torchrun is for covey train: start {command(arguments.command)} without it")
+        called = tuple(dict.fromkeys((arguments.command, arguments.action)))
+        if world_size() > 1 and called not in TRAININGS:
+            trainings = or_list([" ".join(("covey", *words)) for words in TRAININGS])
+            raise ConfigError(f"torchrun is for {trainings}: start {command(*called)} without it")
         if not COMMANDS[arguments.command].lasting:
             expect_early_end()
         return arguments.chosen.run(arguments, fields) or 0

@@ -25,6 +25,7 @@ from covey.config.recipe import read_recipe
 from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.runtime.interrupts import EXIT_CODE
+from covey.runtime.variables import own_rank
 from covey.tracking.run_folder import check_new_file, check_run_dir, claim_run_dir, next_run_dir
 
 RUN_NAME = "reward_model"  # first part of a run folder's name
@@ -102,7 +103,8 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
 
     for name in filter(None, (config.data, config.held_out)):
         read_examples(name, config.grade_column)  # before torch is loaded
-    check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
+    if not own_rank():
+        check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
     from covey.experiment.advice import Launch
     from covey.experiment.reward_models import train_reward_model
 

@@ -327,6 +327,53 @@ class LossBase(Table):
 
 
 @table(frozen=True)
+class ClusterConfig(Table):
+    shards: int = config_field(
+        0,
+        "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "
+        "(torchrun), which must divide it; 0: as many as there are ranks",
+        min=0,
+        max=1024,
+        advanced=True,
+    )
+    weights: str = config_field(
+        "auto",
+        "weights of several ranks, with LoRA the frozen ones: replicate (each rank has all), fsdp (sharded by FSDP2, "
+        "which needs less memory and more messages), or auto, which replicates if the memory suffices; a resumed run "
+        "may change it",
+        choices=("auto", "replicate", "fsdp"),
+        advanced=True,
+    )
+    exact: bool = config_field(
+        True,
+        "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
+        "memory and adds in another order; no effect with LoRA, whose sums are always exact",
+        advanced=True,
+    )
+
+
+def check_shards(shards: int, items: int, of_step: str) -> None:
+    """Refuse shards that cannot be summed in the order of a binary tree, or of which one could never have a row.
+
+    Args:
+        items: prompts or examples of a step.
+        of_step: the field with their number.
+
+    Raises:
+        ConfigError: naming the field and the remedy.
+    """
+    if shards & (shards - 1):
+        raise ConfigError(
+            f"cluster.shards must be a power of two, got {shards}: set it to {1 << (shards.bit_length() - 1)}"
+        )
+    if shards > items:
+        raise ConfigError(
+            f"{shards} shards are more than {of_step} = {items}, so some would never have a row: lower cluster.shards "
+            f"or the number of ranks, or raise {of_step.rpartition('.')[2]}"
+        )
+
+
+@table(frozen=True)
 class UpdateBase(Table):
     """Fields of the update that both kinds of run share."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from covey.config.common import (
     BY_GROUP,
     CheckpointConfig,
+    ClusterConfig,
     ConfigError,
     Fault,
     LossBase,
@@ -53,23 +54,6 @@ def check_stop(stop: Sequence[str]) -> None:
             raise ConfigError("sampling.stop has U+FFFD, which stands for bytes that are not a character: remove it")
     if len(set(stop)) != len(stop):
         raise ConfigError("sampling.stop has a string twice: remove one")
-
-
-def check_shards(shards: int, prompts: int) -> None:
-    """Refuse shards that cannot be summed in the order of a binary tree, or of which one could never have a prompt.
-
-    Raises:
-        ConfigError: naming the field and the remedy.
-    """
-    if shards & (shards - 1):
-        raise ConfigError(
-            f"cluster.shards must be a power of two, got {shards}: set it to {1 << (shards.bit_length() - 1)}"
-        )
-    if shards > prompts:
-        raise ConfigError(
-            f"{shards} shards are more than sampling.prompts_per_step = {prompts}, so some would never have a prompt: "
-            "lower cluster.shards or the number of ranks, or raise prompts_per_step"
-        )
 
 
 def largest_divisor(count: int, most: int) -> int:
@@ -420,32 +404,6 @@ class ProcessConfig(Table):
                 f"{did_you_mean(self.boundary, list(STEP_RULES))} (is {self.boundary!r})"
             )
         check_function_name(self.boundary, "process.boundary")
-
-
-@table(frozen=True)
-class ClusterConfig(Table):
-    shards: int = config_field(
-        0,
-        "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "
-        "(torchrun), which must divide it; 0: as many as there are ranks",
-        min=0,
-        max=1024,
-        advanced=True,
-    )
-    weights: str = config_field(
-        "auto",
-        "weights of several ranks, with LoRA the frozen ones: replicate (each rank has all), fsdp (sharded by FSDP2, "
-        "which needs less memory and more messages), or auto, which replicates if the memory suffices; a resumed run "
-        "may change it",
-        choices=("auto", "replicate", "fsdp"),
-        advanced=True,
-    )
-    exact: bool = config_field(
-        True,
-        "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
-        "memory and adds in another order; no effect with LoRA, whose sums are always exact",
-        advanced=True,
-    )
 
 
 @table(frozen=True)

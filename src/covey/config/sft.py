@@ -8,7 +8,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field, table
+from covey.config.common import (
+    TRACKERS,
+    ClusterConfig,
+    ConfigError,
+    Table,
+    check_shards,
+    check_trackers,
+    config_field,
+    table,
+)
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -192,8 +201,8 @@ class RewardModelConfig(SupervisedBase):
 
 
 @table(frozen=True)
-class RewardModelTraining(RewardModelConfig):
-    """The config of a run of `covey reward-model train`."""
+class RewardModelTraining(ClusterConfig, RewardModelConfig):
+    """The config of a run of `covey reward-model train`; the fields of [cluster] are among its own."""
 
     data: str = config_field("", "file of the training data")
     held_out: str = config_field("", "file of the held-out examples; empty: a fraction of the data is held out")
@@ -216,6 +225,7 @@ def check_training(config: RewardModelConfig) -> None:
     check_fields(config)
     if isinstance(config, RewardModelTraining):
         check_trackers(config.trackers)
+        check_shards(config.shards, config.batch_size, "batch_size")
     if not config.step_separator:
         raise ConfigError("step_separator is empty, but a step's score is read at its last token: give a text")
     if not config.grade_column or config.grade_column in ("prompt", "completion"):

@@ -16,11 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
+from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
 from covey.config.fields import command
 from covey.config.files import MemoryFault, faults_of, machine_error
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_to_dict, write_config
+from covey.config.sft import RewardModelTraining
 from covey.data import Observer, StepRecord, Team
 from covey.experiment import advice
 from covey.experiment.advice import Config, Finished, Launch
@@ -34,7 +35,7 @@ from covey.experiment.resuming import (
 )
 from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.device import differences, peak_memory_bytes
-from covey.runtime.distributed import ALONE, asked_any, exchange_json
+from covey.runtime.distributed import ALONE, asked_any, exchange_json, team_of
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
 from covey.tracking.console import Display, RunResult, clock
@@ -320,6 +321,26 @@ class Job:
 def _trackers(config: Config, store: RunStore, launch: Launch, display: Display) -> Trackers:
     """The trackers of a run, all on rank 0."""
     return open_trackers(replace(config, trackers=()) if own_rank() else config, store, launch.title, display.note)
+
+
+def team_for(config: Config, parameters: int | None = None) -> Team:
+    """The ranks that train this config together. Call it within `joined_ranks`.
+
+    Args:
+        parameters: of a reward model, the number of its weights.
+    """
+    if isinstance(config, ControlConfig):
+        return ALONE
+    cluster = config if isinstance(config, RewardModelTraining) else config.cluster
+    team = team_of(cluster.shards)
+    if cluster.weights == "replicate" or team.size == 1:
+        return team
+    if cluster.weights == "auto":
+        from covey.experiment.plan import must_shard  # imported here, because transformers takes seconds
+
+        if not must_shard(config, team, parameters):
+            return team
+    return team_of(cluster.shards, sharded=True)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from covey.experiment.models import (
     load_policy,
     with_outputs,
 )
+from covey.experiment.plan import with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
@@ -104,6 +105,7 @@ class LLMBuilder(ExperimentBuilder):
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
+        with_vllm_memory(self.config, self.chosen.device)
         self._adapter_notes = check_first_adapter(self.config)
         kind = build_rollout_kind(self.config, environment)
         self._open.callback(kind.close)
@@ -169,7 +171,8 @@ class LLMBuilder(ExperimentBuilder):
         reference = loaded.adaptation.reference(loaded.policy) if algorithm.kl.acts_within(config.steps) else None
         models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
         policy = with_outputs(models, algorithm)
-        loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
+        sampled = with_vllm_memory(config, self.chosen.device)
+        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)

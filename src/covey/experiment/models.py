@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from covey.algorithms import Algorithm, KLFromOutput
-from covey.config import ConfigError, RunConfig
+from covey.config import ClusterConfig, ConfigError, RunConfig
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FOLDER,
@@ -79,6 +79,16 @@ class Division(Protocol):
 
     def __call__(self, module: nn.Module, *, whole: Collection[nn.Parameter] = ()) -> Weights:
         """The weights; every rank keeps the parameters of `whole`."""
+
+
+class Packed(Protocol):
+    """A policy or a reward model."""
+
+    module: Any  # a model of transformers
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a microbatch is one forward pass."""
 
 
 class AllWeights:
@@ -313,7 +323,7 @@ class Models:
         return [(MODEL_FOLDER, self.policy.collect()), *critics]
 
 
-def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str, team: Team) -> None:
+def check_same_weights(checksum: Callable[[], str], name: str, team: Team) -> None:
     """Compare the weights that the ranks have loaded; every rank calls it, before the ranks divide them.
 
     Later only trained weights are compared, and of divided weights no rank has more than its rows.
@@ -323,12 +333,38 @@ def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str
     """
     if team.size == 1:
         return
-    first, *others = exchange_json(team, adaptation.checksum(policy))
+    first, *others = exchange_json(team, checksum())
     for rank, other in enumerate(others, 1):
         if other != first:
             raise ConfigError(
                 f"rank {rank} has loaded other weights of {name} than rank 0: copy the same model to every machine"
             )
+
+
+def sharding(model: Packed, cluster: ClusterConfig, team: Team) -> Division:
+    """How FSDP2 divides the weights of a model.
+
+    Raises:
+        ConfigError: if its forward passes are not as many as its microbatches.
+    """
+    if not model.shares_prompts:
+        raise ConfigError(
+            f"the weights of {type(model.module).__name__} cannot be sharded, because its rows are evaluated one by "
+            'one: set cluster.weights = "replicate"'
+        )
+    from covey.runtime.fsdp import shard  # imported here, because one process never needs it
+
+    return partial(shard, dtype=model.module.dtype, team=team, exact=cluster.exact)
+
+
+def divide_alone(model: Packed, name: str, cluster: ClusterConfig, team: Team) -> Weights:
+    """Shard the weights of a model without reference and critic, if the ranks of the team divide them.
+
+    Raises:
+        ConfigError: as `divide`.
+    """
+    check_same_weights(partial(checksum_of_base, model.module), name, team)
+    return sharding(model, cluster, team)(model.module) if isinstance(team, ShardedTeam) else WHOLE
 
 
 def divide(
@@ -345,17 +381,10 @@ def divide(
         ConfigError: if the ranks have loaded different weights, or the forward passes of the model are not as many as
             its microbatches.
     """
-    check_same_weights(policy, adaptation, config.model, team)
+    check_same_weights(partial(adaptation.checksum, policy), config.model, team)
     if not isinstance(team, ShardedTeam):
         return Models(policy, reference, critics, [WHOLE for _ in critics])
-    if not policy.shares_prompts:
-        raise ConfigError(
-            f"the weights of {type(policy.module).__name__} cannot be sharded, because its rollouts are evaluated one "
-            'by one: set cluster.weights = "replicate"'
-        )
-    from covey.runtime.fsdp import shard  # imported here, because one process never needs it
-
-    division = partial(shard, dtype=policy.module.dtype, team=team, exact=config.cluster.exact)
+    division = sharding(policy, config.cluster, team)
     critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
     policy, reference = adaptation.divide(policy, reference, division)
     critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from covey.config.fields import plural
 from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
 from covey.config.rules import validate
+from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.data import Team
 from covey.experiment.advice import ADAPTER_RANK
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
@@ -31,12 +33,13 @@ from covey.llm.memory.estimate import (
 from covey.llm.model.loading import find_model
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
-from covey.runtime.device import choose_device, choose_precision, total_memory_bytes
+from covey.runtime.device import choose_device, choose_precision, gpu_memory, total_memory_bytes
 from covey.runtime.distributed import exchange_json
 from covey.runtime.optimizer import fits_replicated
 
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
+LEAST_VLLM_BYTES = 3 << 30  # beside its weights: CUDA context and graphs, activations, keys and values
 TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
 
 
@@ -316,16 +319,52 @@ def _next_command(model: str, fields: Sequence[str]) -> str:
     return shlex.join(["covey", "train", "arithmetic_grpo", "--model", folder, *fields])
 
 
-def must_shard(config: RunConfig, team: Team) -> bool:
+def with_vllm_memory(config: RunConfig, device: torch.device) -> RunConfig:
+    """The config with the fraction of the GPU that the run leaves to the vLLM that it starts, if it starts one there;
+    unchanged before the model has been downloaded.
+
+    Raises:
+        ConfigError: if that is less than vLLM needs.
+    """
+    sampler = config.sampler
+    if device.type != "cuda" or sampler.kind != "vllm" or not sampler.started or sampler.vllm_memory:
+        return config
+    plan = _plan_here(config)
+    if plan is None:
+        return config
+    whole, usable = gpu_memory(device)
+    left, weights = int(TIGHT * usable) - plan.staying, plan.parts["weights"]
+    if left < weights + LEAST_VLLM_BYTES:
+        raise ConfigError(
+            f"vLLM beside the run needs at least {(weights + LEAST_VLLM_BYTES) / 2**30:.1f} GiB, and the run leaves "
+            f"{max(left, 0) / 2**30:.1f} of the GPU's {usable / 2**30:.1f} GiB (covey plan): train an adapter "
+            f"(lora.rank = {ADAPTER_RANK}), set update.eight_bit_moments = true, or remove sampler.kind"
+        )
+    return replace(config, sampler=replace(sampler, vllm_memory=math.floor(1000 * left / whole) / 1000))
+
+
+def must_shard(config: RunConfig | RewardModelTraining, team: Team, parameters: int | None = None) -> bool:
     """Whether the ranks must divide the weights, because they do not fit on the device of each; the same on all ranks.
 
-    Downloads the model if it is on a hub.
+    Downloads the model if it is on a hub. `parameters` is as for `covey.experiment.job.team_for`.
 
     Raises:
         ConfigError: if the model is not found.
     """
     device = choose_device(config.device)
     memory = total_memory_bytes(device) if device.type == "cuda" else _share_of_machine()
+    width = choose_precision(config.precision, device).itemsize
+    trained, frozen = _parameters(config) if isinstance(config, RunConfig) else (parameters or 0, 0)
+    eight_bit_moments = isinstance(config, RunConfig) and config.update.eight_bit_moments
+    shards = team.shards // team.size
+    fits = memory is None or fits_replicated(
+        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
+    )
+    return any(exchange_json(team, not fits))
+
+
+def _parameters(config: RunConfig) -> tuple[int, int]:
+    """The numbers of weights that a run trains, and that it only evaluates."""
     model_config = find_model_config(config.model)
     if model_config is None:
         find_model(config.model)
@@ -333,14 +372,10 @@ def must_shard(config: RunConfig, team: Team) -> bool:
     if model_config is None:
         raise ConfigError(f"there is no config.json of {config.model}: set cluster.weights")
     size = read_dimensions(model_config, config.model)
-    trained = trained_parameters(size, config) + critic_weights_of(size, config)
+    if config.algorithm == SFT_ALGORITHM:
+        return size.parameters, 0
     frozen = frozen_parameters(size, config) + count_reward_models(config)
-    width = choose_precision(config.precision, device).itemsize
-    shards, eight_bit_moments = team.shards // team.size, config.update.eight_bit_moments
-    fits = memory is None or fits_replicated(
-        trained, frozen, width, shards, memory, eight_bit_moments=eight_bit_moments
-    )
-    return any(exchange_json(team, not fits))
+    return trained_parameters(size, config) + critic_weights_of(size, config), frozen
 
 
 def _share_of_machine() -> int | None:

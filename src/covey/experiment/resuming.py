@@ -102,9 +102,12 @@ def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> list[str]:
         if key in before and key in after and before[key] != after[key]:
             notes.append(f"{name} was {_value(began, name)} and is {_value(now, name)}: the last bits may differ")
             before[key] = after[key]
-    if isinstance(config, RunConfig):  # the division of the weights changes no bit
-        began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
-    began["trackers"] = now["trackers"]  # a resumed run may change them
+    kept = {"trackers": now["trackers"]}  # a resumed run may change them
+    if isinstance(config, RewardModelTraining):  # a run of an older version has not all fields
+        began, kept = plain_config(RewardModelTraining()) | began, kept | {"weights": config.weights}
+    elif isinstance(config, RunConfig):  # the division of the weights changes no bit
+        kept["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
+    began |= kept
     name = first_difference(began, now)
     if not name:
         return notes

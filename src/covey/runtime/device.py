@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, world_size
+from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, waiting, world_size
 from covey.runtime.variables import own_rank
 
 _log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ def _surprises(device: str, precision: str, machine: Machine) -> Iterator[str]:
     if precision == "auto" and machine.dtype == torch.float32:
         name = torch.cuda.get_device_name(machine.device)
         yield f"precision is fp32, because {name} has no bf16 instructions; weights need twice the memory of bf16"
-    whole, usable = _gpu_memory(machine.device)
+    whole, usable = gpu_memory(machine.device)
     if usable < whole:
         yield (
             f"other processes use {(whole - usable) / 2**30:.1f} of the GPU's {whole / 2**30:.1f} GiB, so this one "
@@ -254,9 +254,13 @@ def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
         "transformers": version("transformers"),
         "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
+        WAITING: " ".join(f"{name}={value}" for name, value in waiting().items()) or "the library's choice",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(precision).removeprefix("torch."),
     }
+
+
+WAITING = "waiting threads"  # recorded, but no bit depends on it
 
 
 def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -264,7 +268,7 @@ def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{name} was {recorded.get(name, 'not recorded')}, is {now.get(name, 'not known')}"
         for name in [*now, *(name for name in recorded if name not in now)]
-        if recorded.get(name) != now.get(name)
+        if recorded.get(name) != now.get(name) and name != WAITING
     ]
 
 
@@ -280,11 +284,11 @@ def total_memory_bytes(device: torch.device) -> int | None:
     """Memory in bytes: of the machine or of the container's limit, of a GPU without what other processes used when it
     was first asked for; None if unknown.
     """
-    return _gpu_memory(device)[1] if device.type == "cuda" else memory_bytes()
+    return gpu_memory(device)[1] if device.type == "cuda" else memory_bytes()
 
 
 @cache
-def _gpu_memory(device: torch.device) -> tuple[int, int]:
+def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Memory of a GPU, and how much of it this process may use, in bytes.
 
     It is asked for once, so that the rows that fit do not change during a run. The context of this process is not

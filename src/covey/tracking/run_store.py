@@ -246,7 +246,7 @@ class RunStore:
 
     def finished(self) -> bool:
         """True if the run has a summary."""
-        return (self.run_dir / SUMMARY_FILE).is_file()
+        return (self.shared_dir / SUMMARY_FILE).is_file()
 
     def _forget_stop(self) -> None:
         """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""

@@ -52,9 +52,12 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """The peak in bytes: the larger of sampling and update, which do not overlap, and the parts that remain."""
-        staying = sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *UPDATE))
-        coming = (sum(self.parts[name] for name in phase) for phase in (SAMPLING, UPDATE))
-        return staying + max(coming)
+        return self.staying + max(sum(self.parts[name] for name in phase) for phase in (SAMPLING, UPDATE))
+
+    @property
+    def staying(self) -> int:
+        """Bytes of the parts that remain between the phases."""
+        return sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *UPDATE))
 
 
 def predict(
