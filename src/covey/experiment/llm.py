@@ -39,7 +39,7 @@ from covey.experiment.models import (
     load_policy,
     with_outputs,
 )
-from covey.experiment.plan import with_vllm_memory
+from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
@@ -51,7 +51,7 @@ from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks.prompt_limit import Note
 from covey.runtime.device import build_machine, environment, idle_gpus_note
-from covey.runtime.distributed import ALONE, describe_team
+from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
@@ -171,8 +171,9 @@ class LLMBuilder(ExperimentBuilder):
         reference = loaded.adaptation.reference(loaded.policy) if algorithm.kl.acts_within(config.steps) else None
         models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
         policy = with_outputs(models, algorithm)
+        room = None if isinstance(self.team, ShardedTeam) else sampling_room(config)
         sampled = with_vllm_memory(config, self.chosen.device)
-        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team)
+        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team, room)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)

@@ -15,7 +15,7 @@ V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ from transformers import PreTrainedModel
 from covey.llm.generation.decoder import PackedLayer, PackedLinear, SeparateLinears, linear_layers, prefill
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.model.architecture import Heads
-from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
+
+if TYPE_CHECKING:  # a plan for a GPU is made without Triton too
+    from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
 
 BLOCK = 8  # steps between two synchronisations
 LADDER = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -142,6 +144,8 @@ class GraphDecoder:
         return graph
 
     def _new_graph(self, rows: int, tiles: int, tile_rows: int) -> _Graph:
+        from covey.llm.native.triton_kernels import DecodedRows
+
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
