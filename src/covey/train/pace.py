@@ -30,7 +30,7 @@ class Pace:
 
         Args:
             elapsed: seconds of the training so far.
-            evaluations: seconds of those before and after the training, as far as they are known.
+            evaluations: expected seconds of both evaluations, before and after the training.
             recorded: the elapsed seconds after steps that an interrupted run has recorded and the resumed one repeats.
         """
 
@@ -42,7 +42,7 @@ class Pace:
 class TimeBudget(Pace):
     """Training within a time.
 
-    The place in a schedule is max(step, 1 + steps * elapsed / available): that of the step, or that of the time if the
+    The place in a schedule is max(step, 1 + steps * elapsed / available): the step, or the share of the time if the
     machine is too slow for all steps. The elapsed seconds change between steps only and are a metric of each step, so
     a resumed run repeats the places and the end of the steps that the interrupted one has recorded.
     """
@@ -70,7 +70,7 @@ class TimeBudget(Pace):
 
     @property
     def is_used_up(self) -> bool:  # type: ignore[override]
-        """Whether no time is left."""
+        """Whether the time is used up."""
         return self._elapsed >= self.available
 
     def over(self, schedule: Callable[[float], Number]) -> Callable[[float], Number]:
@@ -78,7 +78,7 @@ class TimeBudget(Pace):
         return lambda step: schedule(max(step, min(1 + self.steps * self._elapsed / self.available, self.steps)))
 
     def after(self, step: int, metrics: dict[str, float], team: Team) -> float:
-        """As in `Pace`; the clock is that of rank 0."""
+        """As in `Pace`; the clock of rank 0 counts."""
         self._elapsed = exchange_json(team, self._recorded.get(step, self._clock() - self._zero))[0]
         self._zero = self._clock() - self._elapsed
         metrics[METRIC] = self._elapsed
