@@ -101,7 +101,7 @@ NOT_RUN = {
     ),
     "takes minutes with the embedded model",
 )
-MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
+MAKE = {"make train": "covey train arithmetic_grpo --time-budget 8min"}  # what the Makefile runs
 
 ADVICE = re.compile(r"Next: (?:[^:\n]*: )?(covey .*)$", re.M)
 GO_ON = re.compile(r"Go on with: (covey .*)$", re.M)
