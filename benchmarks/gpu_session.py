@@ -588,10 +588,8 @@ def trl(stage: Stage) -> None:
 
 
 def trl_step(stage: Stage, prompts: Prompts, group: int, new: int) -> dict[str, float]:
-    from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import PreTrainedTokenizerFast
 
     module = stage.model("0.5B")
     module.config._attn_implementation = "sdpa"
@@ -600,40 +598,53 @@ def trl_step(stage: Stage, prompts: Prompts, group: int, new: int) -> dict[str, 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="w0", eos_token="w0", unk_token="w1", padding_side="left"
     )
-    times: dict[str, list[float]] = {"step": [], "sampling": []}
+    parts = 1 if stage.tiny else 4
+    return trl_seconds(
+        module, [" ".join(f"w{i}" for i in one) for one in prompts], tokenizer, stage.now,
+        per_device_train_batch_size=len(prompts) * group // parts, gradient_accumulation_steps=parts,
+        num_generations=group, max_completion_length=new, use_cpu=stage.device.type == "cpu", bf16=not stage.tiny,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+
+
+def trl_seconds(
+    model: Any, texts: list[str], tokenizer: Any, now: Callable[[], float], **settings: Any
+) -> dict[str, float]:
+    """Seconds of the second step of TRL's GRPOTrainer with random rewards; the first is given fresh memory."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rng = random.Random(1)
+    seconds: dict[str, list[float]] = {"step": [], "sampling": []}
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = stage.now()
+            self.began = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            times["step"].append(stage.now() - self.began)
+            seconds["step"].append(now() - self.began)
 
     with tempfile.TemporaryDirectory() as folder:
-        parts = 1 if stage.tiny else 4
         config = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=len(prompts) * group // parts,
-            gradient_accumulation_steps=parts, num_generations=group, max_completion_length=new,
-            generation_kwargs={"min_new_tokens": new}, max_steps=2, save_strategy="no", report_to=[],
-            use_cpu=stage.device.type == "cpu", bf16=not stage.tiny, disable_tqdm=True, learning_rate=1e-6,
-            gradient_checkpointing=False,
+            output_dir=folder, generation_kwargs={"min_new_tokens": settings["max_completion_length"]}, max_steps=2,
+            save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=1e-6, **settings,
         )  # fmt: skip
         trainer = GRPOTrainer(
-            model=module, reward_funcs=lambda completions, **_: [random.random() for _ in completions], args=config,
-            train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in one) for one in prompts]}),
-            processing_class=tokenizer, callbacks=[Steps()],
+            model=model, reward_funcs=lambda completions, **_: [rng.random() for _ in completions], args=config,
+            train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer, callbacks=[Steps()],
         )  # fmt: skip
         generate = trainer._generate_and_score_completions
 
         def timed(inputs: Any) -> Any:
-            began = stage.now()
+            began = now()
             outputs = generate(inputs)
-            times["sampling"].append(stage.now() - began)
+            seconds["sampling"].append(now() - began)
             return outputs
 
         trainer._generate_and_score_completions = timed
         trainer.train()
-    return {"sampling_s": times["sampling"][-1], "update_s": times["step"][-1] - times["sampling"][-1]}
+    return {"sampling_s": seconds["sampling"][-1], "update_s": seconds["step"][-1] - seconds["sampling"][-1]}
 
 
 def flex(stage: Stage) -> None:

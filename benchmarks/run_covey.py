@@ -5,21 +5,15 @@ from __future__ import annotations
 import random
 
 import torch
+from gpu_session import learner_of, train_step
 from shape import make_prompts, now, read_shape, report
 
-from covey.algorithms import KLPenalty, grpo
-from covey.core.schedules import constant
 from covey.data import Start, collate
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.loading import load_model
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.device import choose_device, choose_precision, keep_freed_memory, set_threads
-from covey.runtime.optimizer import MasterAdamW
-from covey.train.controllers import Coefficient
-from covey.train.learners import PolicyLearner, UpdatePlan
-from covey.train.prepare import prepare_batch
-from covey.train.update import update
 
 
 def main() -> None:
@@ -30,13 +24,9 @@ def main() -> None:
     loaded = load_model(shape.model, dtype=choose_precision("auto", device), device=device)
     loaded.chat.end_ids = frozenset()  # every completion has the full length
     policy = LanguagePolicy(loaded.module)
-    optimizer = MasterAdamW(loaded.module, lr=1e-6)
-    algorithm = grpo(kl=KLPenalty(constant(0.0)))
+    learner = learner_of(policy, loaded.module)
     starts = [Start(i, text) for i, text in enumerate(make_prompts(shape, loaded.chat.tokenizer))]
     rng = random.Random(1)
-
-    kl_coefficient = Coefficient(algorithm.kl.coefficient)
-    learner = PolicyLearner(policy, optimizer, algorithm, UpdatePlan(), constant(1e-6), kl_coefficient)
 
     def step(number: int, new_tokens: int) -> tuple[float, float]:
         began = now()
@@ -46,8 +36,7 @@ def main() -> None:
         for group in groups:
             for rollout in group.rollouts:
                 rollout.reward = rng.random()
-        batch, _ = prepare_batch(collate(groups), policy, algorithm)
-        update([learner], batch, seed=0, step=number)
+        train_step(learner, collate(groups), number)
         return sampled - began, now() - sampled
 
     step(1, 4)  # warm-up

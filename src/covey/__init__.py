@@ -77,6 +77,7 @@ from covey.config import (  # noqa: E402
     UpdateConfig,
     WordProblemsConfig,
 )  # fmt: skip
+from covey.config.machine import wait_briefly  # noqa: E402
 
 __all__ = [
     "ArithmeticConfig", "ChatConfig", "CheckpointConfig", "ClusterConfig", "CodeFunctionsConfig", "ConfigError",
@@ -90,6 +91,8 @@ __all__ = [
     "run",
 ]  # fmt: skip
 
+
+wait_briefly()
 
 # They bring torch with them, which the command line must not wait for to report a mistake.
 _LOADED_WHEN_ASKED_FOR = {

@@ -6,6 +6,8 @@ import sys
 
 def main() -> None:
     """Run the command line; Ctrl-C while its modules are still imported leaves no traceback."""
+    if sys.platform == "win32":
+        sys.exit("error: covey runs on Linux and macOS: on Windows, install it in WSL (wsl --install)")
     if not sys.stderr.isatty():  # in a log, the progress bars of other libraries would be one long line
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

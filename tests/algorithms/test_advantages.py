@@ -115,6 +115,12 @@ def test_siblings_that_earn_the_same_from_here_on_teach_nothing_here():
     assert metrics["update/rows"] == 0
 
 
+def test_a_kl_acts_if_a_step_has_a_coefficient():
+    late = KLPenalty(lambda step: float(step > 2))
+    assert [late.acts_within(steps) for steps in (0, 2, 3)] == [False, False, True]
+    assert not NO_KL.acts_within(100)
+
+
 def test_the_kl_is_taken_off_the_decisions_that_it_was_measured_at():
     algorithm = rloo(kl=KLPenalty(schedules.constant(0.5), KLInReward(kl.k1)), credit=CREDITS["reward_to_go"])
     groups = [group(episode([1, 2]), episode([3]))]

@@ -121,7 +121,7 @@ def test_help_all_explains_every_field_of_control() -> None:
     control = done.stdout.partition("(one with a table [environment])")[2]
     for row in describe_fields(ControlConfig):
         assert row.text in control
-    for name in ("--kind ", "--checkpoint.every ", "--evaluation.every ", "--steps ", "--critic-hidden "):
+    for name in ("--kind ", "--checkpoint.every ", "--evaluation.every ", "--steps ", "--critic-epochs "):
         assert f"  {name}" in control
 
 

@@ -1,12 +1,15 @@
 """`covey plan --ranks` and `--cluster`: reports, options and mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from covey.cli.main import main
-from covey.config import ConfigError
+from covey.config import ConfigError, RunConfig, SamplerConfig
+from covey.experiment import plan
 from covey_cluster.report import memory_size
 
 MODEL = "smollm2-135m"
@@ -152,3 +155,29 @@ def test_ranks_are_planned_by_a_package_of_its_own(
     monkeypatch.setattr("covey.cli.plan.entry_points_of", lambda group: {})
     assert main(["plan", "smollm2-135m", "--ranks", "2"]) == 2
     assert '--ranks needs the package covey-cluster: pip install "covey[cluster]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gib", "usable"), [(24, 24), (80, 60), (4, 4)])
+def test_vllm_beside_a_run_gets_what_the_run_leaves(gib, usable, monkeypatch):
+    place = plan.Place("cuda", torch.bfloat16, usable << 30)
+    monkeypatch.setattr(plan.Place, "of", lambda config: place)
+    monkeypatch.setattr(plan, "gpu_memory", lambda device: (gib << 30, usable << 30))
+    gpu, config = torch.device("cuda"), RunConfig(model=MODEL, sampler=SamplerConfig(kind="vllm"))
+    if usable < 5:
+        with pytest.raises(
+            ConfigError, match=r"vLLM beside the run needs at least 3.3 GiB, and the run leaves 1\.\d of"
+        ):
+            plan.with_vllm_memory(config, gpu)
+    else:
+        share = plan.with_vllm_memory(config, gpu).sampler.vllm_memory
+        staying = plan.plan_of(plan.find_dimensions(MODEL), config, place).staying
+        assert share * (gib << 30) + staying == pytest.approx(0.9 * (usable << 30), rel=2e-3)
+    for sampler in (
+        SamplerConfig(),
+        SamplerConfig(kind="covey", start=1),
+        SamplerConfig(kind="vllm", servers=("http://127.0.0.1:1",)),
+        SamplerConfig(kind="vllm", vllm_memory=0.25),
+    ):
+        given = replace(config, sampler=sampler)
+        assert plan.with_vllm_memory(given, gpu) is given
+    assert plan.with_vllm_memory(config, torch.device("cpu")) is config

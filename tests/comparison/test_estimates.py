@@ -323,9 +323,9 @@ def test_the_picture_of_metrics_has_the_mean_and_the_interval_over_seeds(
     draw_metrics(Comparison("arithmetic", runs), tmp_path / "metrics.png")
     panels = {panel.get_title(loc="left"): panel for panel in figures[0].axes}
     assert list(panels) == [
-        "KL to the reference", "Entropy", "Completion length", "Gradient norm", "Groups with equal rewards",
+        "Completions at the limit", "Entropy", "Completion length", "Gradient norm", "Groups with equal rewards",
         "Time of a step",
     ]  # fmt: skip
     assert len(panels["Entropy"].lines) == 2 * (3 + 1)
     assert len(panels["Entropy"].collections) == 2, "a band for each recipe"
-    assert [text.get_text() for text in panels["KL to the reference"].texts] == ["not measured"]
+    assert [text.get_text() for text in panels["Completions at the limit"].texts] == ["not measured"]

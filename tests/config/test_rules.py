@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +35,16 @@ from covey.config.conversation import ADAPTERS, installed_environments
 from covey.config.inputs import named_code
 from covey.config.model_sources import resolved
 from covey.config.named_modules import entry_points_of
-from covey.config.recipe import config_from_dict
+from covey.config.recipe import config_from_dict, read_recipe
 from covey.config.rules import validate
 from covey.experiment.algorithm import build_algorithm
 from covey.experiment.control import ControlBuilder
 from covey.experiment.llm import build_llm_algorithm
+from covey.runtime.variables import check_ranks
 from covey.train.replay import RecentGroups, Replay, build_replay
 from helpers import guessing
 
-FILE = guessing.__file__
+FILE, PYTHON = guessing.__file__, sys.executable
 LANGUAGE, CONTROL = '[task]\nname = "arithmetic"\n', 'environment.id = "CartPole-v1"\n'
 VERIFIER = 'rewards = [{model = "MODEL"}, {name = "numeric", weight = 0.0, score = true}]; iteration.steps = 10'
 GUESS = 'conversation.environment = "FILE:Guess"'
@@ -187,8 +189,11 @@ task.name = "environment" -> the task environment is for conversations: set conv
 
 sampler.servers = ["HERE"] -> sampler.servers is set, but has no effect while sampler.kind is 'local'
 sampler.kind = "covey" -> names no server: start covey serve, or set sampler.start
-sampler.kind = "vllm" -> names no server: start covey serve --vllm
-sampler.kind = "vllm"; sampler.start = 1 -> sampler.start starts covey serve
+sampler.kind = "vllm"; sampler.vllm_python = "/missing" -> there is no vLLM environment at /missing: `make scale`
+sampler.kind = "vllm"; sampler.vllm_python = "{PYTHON}" -> accepted
+sampler.kind = "vllm"; sampler.vllm_python = "{PYTHON}"; sampler.start = 1; sampler.sleep = true -> accepted
+sampler.kind = "vllm"; sampler.vllm_python = "{PYTHON}"; sampler.start = 2 -> a run starts one vLLM
+sampler.kind = "covey"; sampler.start = 1; sampler.sleep = true -> sampler.sleep is for vLLM
 sampler.kind = "covey"; sampler.servers = ["HERE"]; sampler.start = 1 -> both servers and start
 sampler.kind = "covey"; sampler.servers = ["HERE", "HERE/"] -> an address twice
 sampler.kind = "covey"; sampler.servers = ["127.0.0.1:8801"] -> must be addresses such as
@@ -459,3 +464,24 @@ def test_control_has_importance_weights_and_replay_as_language_models_have_them(
     built = build_replay(ReplayConfig(groups=3, max_age=7, max_uses=2))
     assert isinstance(built, RecentGroups)
     assert (built.groups, built.max_age, built.max_uses) == (3, 7, 2)
+
+
+def test_a_vllm_beside_a_run_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = RunConfig(sampler=SamplerConfig(kind="vllm"))
+    asleep = RunConfig(sampler=SamplerConfig(kind="vllm", servers=("http://127.0.0.1:1",), sleep=True))
+    for config in (beside, asleep):
+        check_ranks(config)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for config in (beside, asleep):
+        with pytest.raises(
+            ConfigError, match="shares a GPU with the run is for one process, and torchrun has started 2"
+        ):
+            check_ranks(config)
+    check_ranks(replace(asleep, sampler=replace(asleep.sampler, sleep=False)))
+
+
+def test_the_name_of_the_sampler_is_short_for_its_table(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(f"{LANGUAGE}[sampler]\nvllm_python = {json.dumps(PYTHON)}\n")
+    assert read_recipe(recipe, ["--sampler", "vllm"]).sampler == SamplerConfig(kind="vllm", vllm_python=PYTHON)

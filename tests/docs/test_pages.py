@@ -98,6 +98,7 @@ def test_a_block_that_is_no_command_prints_none() -> None:
 def test_every_option_that_is_named_exists() -> None:
     _, commands = build_parser()
     known = {option for command in commands.values() for option in command._option_string_actions}
+    known.add("--sampler")  # short for --sampler.kind
     for row in [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]:
         dashed = row.name.replace("_", "-")
         known |= {f"--{dashed}", f"--{row.section.split()[0]}.{dashed}" if row.section else ""}
@@ -165,4 +166,6 @@ def test_the_table_of_gpus_is_the_prediction(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_tables
 
-    assert gpu_tables.table() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert gpu_tables.table() in text
+    assert gpu_tables.time_table() in text

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers import guessing
+from covey.runtime.interrupts import EXIT_CODE
+from helpers import fake_vllm, guessing
 from helpers.rank_cases import start_ranks
 from helpers.rank_runs import finish
-from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start
+from helpers.run_helpers import LIMIT_SECONDS, Moment, covey, is_running, start, wait_for_end
 from helpers.sampled_runs import files_of, sampler_table, write_recipe
 from helpers.samplers import Proxy, Serving, begin, is_generation, serving, token_file, wait_for
 from helpers.tiny_models import calling_folder, tiny_folder
@@ -206,6 +209,57 @@ def test_a_run_starts_its_servers_and_they_end_with_it(model: Path, folder: Path
     for name in expected:
         assert found[name] == expected[name], name
     assert not re.search("Traceback|RuntimeWarning", said)
+
+
+@pytest.fixture(scope="module")
+def vllm(folder: Path) -> Path:
+    """An interpreter for vLLM that runs `fake_vllm`, which writes into the file `events` beside it."""
+    path, python = folder / "vllm-python", [sys.executable, fake_vllm.__file__, str(folder / "events")]
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{os.pathsep.join(sys.path)}" exec {shlex.join(python)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def events_of(folder: Path) -> tuple[list[int], list[str]]:
+    """The processes of the fake vLLM, and the routes that they were asked for, equal ones in a row once."""
+    lines = (folder / "events").read_text().splitlines() if (folder / "events").exists() else []
+    routes = [line for line in lines if line.startswith("/")]
+    kept = [route for before, route in zip(["", *routes], routes, strict=False) if route != before]
+    return [int(line.split()[1]) for line in lines if line.startswith("pid ")], kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "SIGKILL", "SIGINT", "SIGTERM"])
+def test_a_run_starts_vllm_beside_itself_which_sleeps_between_samplings_and_ends_with_it(
+    end: str, vllm: Path, model: Path, tmp_path: Path, folder: Path
+) -> None:
+    """If the run is not ended, vLLM is, and is started again."""
+    (folder / "events").unlink(missing_ok=True)
+    fields = f'vllm_python = "{vllm}"\nsleep = true\nvllm_memory = 0.4\ntoken_file = "{token_file(folder)}"\n'
+    recipe, run = write_recipe(tmp_path, "beside", model, sampler=f"[sampler]\n{fields}"), tmp_path / "run"
+    moment = Moment(2, signal=getattr(signal, end)) if end else None
+    words = ["train", recipe, "--sampler", "vllm", "--run-dir", run]
+    running = start(*words, cwd=tmp_path, moment=moment)
+    if not end:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while "/wake_up" not in events_of(folder)[1] and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(events_of(folder)[0][0], signal.SIGKILL)
+    code, said = running.ended()
+    assert code == {"": 0, "SIGKILL": -signal.SIGKILL}.get(end, EXIT_CODE), said
+    processes, routes = events_of(folder)
+    assert len(processes) == (1 if end else 2)
+    for process in processes:
+        wait_for_end(process)
+    assert '"--gpu-memory-utilization", "0.4"' in (folder / "events").read_text()
+    update = ["/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights",
+              "/finish_weight_update", "/reset_prefix_cache", "/resume", "/weight_info"]  # fmt: skip
+    sampled = ["/inference/v1/generate", "/sleep", "/wake_up"]
+    if end:
+        assert routes[:22] == [*update, *sampled, *sampled, *update]
+    else:
+        assert metrics(run, "sampler/servers") == [1.0] * 3
+        assert routes[-2:] == sampled[:2]
 
 
 def test_check_names_the_sampler_and_starts_none(model: Path, folder: Path) -> None:

@@ -127,7 +127,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     assert said.splitlines()[-1] == "stopped after step 4. Go on with: covey sft --resume stopped"
     code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
     assert code == 2
-    assert "a resumed training keeps the settings" in said
+    assert "a resumed run keeps the settings" in said
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 0, said
     assert_same(run_dir, whole[0])
@@ -302,7 +302,7 @@ def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
             pytest.param(["samples.toml", *more], told, marks=pytest.mark.slow)
             for more, told in (
                 (["--min-reward", "5"], "none has a reward of at least 5 (the highest is"),
-                (["--max-tokens", "5"], "has more than 5 tokens with its prompt"),
+                (["--max-tokens", "5"], "tokens, and at most 5 are trained: shorten it"),
                 (["--max-tokens", "5", "--long-examples", "drop"], "every example has more than 5 tokens"),
                 (["--count", "2", "--samples-per-prompt", "1", "--min-reward", "0.9"], "no example: of 2 samples"),
             )

@@ -235,7 +235,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_held_out_loss_and_patience_en
 ) -> None:
     losses = iter([9.0, 5.0, 3.0, 4.0, 3.5, 1.0])
     if kind == "sft":
-        monkeypatch.setattr("covey.experiment.sft.mean_loss", lambda policy, batches: next(losses))
+        monkeypatch.setattr("covey.experiment.sft.mean_loss", lambda *_: next(losses))
         best = ["--checkpoint.best", "true", "--sft.patience", "2", "--sft.epochs", "6"]
     else:
         from covey.experiment import reward_models

@@ -27,7 +27,7 @@ from covey.__main__ import main
 main()
 """
 MOMENTS = {
-    "reading the recipe": Interrupt("covey.cli.main", "read_recipe"),
+    "reading the recipe": Interrupt("covey.cli.train", "read_recipe"),
     "opening the experiment": Interrupt("covey.experiment.run", "open_builder"),
     "compiling": Interrupt("covey.experiment.models", "find_kernels"),
     "loading the model": Interrupt("covey.experiment.models", "load_model"),
@@ -48,10 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [moment if moment == "the first step" else pytest.param(moment, marks=pytest.mark.slow) for moment in MOMENTS],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_at_any_moment_with_a_command_that_works(moment: str, folder: Path) -> None:
     run_dir = f"run {list(MOMENTS).index(moment)}"
     code, output = covey("train", "tiny.toml", "--run-dir", run_dir, cwd=folder, moment=MOMENTS[moment])

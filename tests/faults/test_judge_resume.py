@@ -30,6 +30,7 @@ judge_prompt = "How many letters has {{completion}}?"
 judge_range = [0, 100]
 judge_token_variable = "JUDGE_TOKEN"
 judge_cache = "{cache}"
+timeout_seconds = 300 # of hangs alone
 
 [sampling]
 prompts_per_step = 4

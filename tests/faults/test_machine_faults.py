@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,21 @@ import torch
 import covey.experiment.control
 import covey.experiment.job
 import covey.experiment.llm
+import covey.experiment.models
 import covey.experiment.run
+import covey.train.prepare
+import covey.train.update
 from covey.cli.main import main
-from covey.config.files import machine_error
+from covey.config import RunConfig
+from covey.config.files import MemoryFault, machine_error
 from covey.config.recipe import write_config
+from covey.experiment.advice import less_memory
+from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.generation.trial import Trial
 from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.optimizer import AdamW
 from covey.tracking.run_store import RunStore
+from covey.train.learners import PolicyLearner
 from helpers import toy_envs
 from helpers.run_helpers import files, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
@@ -343,9 +352,86 @@ def test_too_many_open_files(spare: int, place: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words: list[object] = ["train", place / "recipe.toml", "--run-dir", run_dir]
     outcome = command(words, tmp_path, lambda: spare_files(spare))
-    outcome = command(way_on(outcome, "raise the limit on open files (ulimit -n)", run_dir, words), tmp_path)
+    remedy = "raise the limit on open files (ulimit -n)"
+    assert (outcome.code, outcome.errors.count("\n")) == (3, 1), outcome
+    assert remedy in outcome.errors
+    begun = (run_dir / "config.toml").exists()  # else the folder could not be opened: the same command starts it
+    outcome = command(way_on(outcome, remedy, run_dir, words) if begun else words, tmp_path)
     assert outcome.code == 0, outcome
     assert_same(run_dir, place / "whole")
+
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+)
+ROWS = "set sampling.rows_at_once = 4 (is 0, chosen by memory)"
+TOKENS = "lower update.microbatch_tokens (is 200) or set update.recompute = true (is false)"
+STATE = "set update.eight_bit_moments = true (is false) or set lora.rank = 16 (is 0), in a new run"
+# Moment -> the function that finds too little memory and at which call; the phase, and what to change.
+TOO_LITTLE: dict[str, tuple[tuple[Any, str, int], str, str]] = {
+    "the model": ((covey.experiment.models, "load_model", 1), "while the model is loaded", STATE),
+    "its trial": ((Trial, "_packs", 1), "while the model is loaded", STATE),
+    "the first evaluation": ((LocalGenerator, "generate", 1), "in an evaluation", ROWS),
+    "sampling": ((LocalGenerator, "generate", 4), "while sampling", ROWS),
+    "old log-probabilities": ((covey.train.prepare, "score_rows", 7), "in the update", TOKENS),
+    "a backward pass": ((PolicyLearner, "backward", 13), "in the update", TOKENS),
+    "the first moments": ((AdamW, "step", 1), "in the optimizer", STATE),
+    "a checkpoint": ((CheckpointFolder, "_save", 2), "in a checkpoint", STATE),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a tiny language model."""
+    folder = tmp_path_factory.mktemp("memory")
+    return write_recipe(folder, tiny_folder(folder / "model"), steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", TOO_LITTLE)
+def test_too_little_memory_names_the_phase_and_what_to_change(moment: str, tiny: Path, tmp_path: Path) -> None:
+    """A run that has begun goes on with a smaller setting."""
+    function, phase, changes = TOO_LITTLE[moment]
+    error = OUT_OF_MEMORY[list(TOO_LITTLE).index(moment) % len(OUT_OF_MEMORY)]
+
+    def fail() -> None:
+        raise error
+
+    run_dir = tmp_path / "run"
+    words: list[object] = ["train", tiny, "--run-dir", run_dir]
+    outcome = command(words, tmp_path, lambda: when_called(*function, fail))
+    again = way_on(outcome, f"there is not enough memory {phase} (", run_dir, words)
+    settings = run_dir / "config.toml"
+    place = f" in {settings};" if "--resume" in again and changes is not STATE else ";"
+    assert f"): close other programs, or {changes}{place}" in outcome.errors
+    if changes is TOKENS:
+        settings.write_text(settings.read_text().replace("microbatch_tokens = 200", "microbatch_tokens = 100"))
+    outcome = command(again, tmp_path)
+    assert outcome.code == 0, outcome
+    note = "update.microbatch_tokens was 200 and is 100: the last bits may differ"
+    assert (note in outcome.output) == (changes is TOKENS)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_the_phase_of_every_librarys_lack_of_memory_is_read_from_its_traceback(error: RuntimeError) -> None:
+    class Learner:
+        def coefficients(self, step: int) -> dict[str, float]:
+            raise error
+
+    with pytest.raises(RuntimeError) as raised:
+        covey.train.update.update([Learner()], None, seed=0, step=1)  # type: ignore[list-item, arg-type]
+    fault = machine_error(raised.value)
+    assert isinstance(fault, MemoryFault)
+    config = RunConfig(model="mine")
+    told = str(less_memory(fault, raised.value, config, "config.toml"))
+    assert told.startswith("there is not enough memory in the update (")
+    assert told.endswith(f"or {TOKENS.replace('200', '4096')} in config.toml")
+    smallest = replace(config, update=replace(config.update, microbatch_tokens=1, recompute=True))
+    assert str(less_memory(fault, raised.value, smallest)).endswith("(covey plan shows what takes memory)")
+    assert "in the" not in str(less_memory(fault, error.with_traceback(None), config))
 
 
 def test_errors_of_libraries_are_faults_of_the_machine_by_their_number(tmp_path: Path) -> None:

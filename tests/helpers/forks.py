@@ -46,7 +46,7 @@ class Case:
     words: tuple[str, ...]
     cwd: str
     environment: dict[str, str] = field(default_factory=dict)
-    seconds: float = 60.0  # by the clock, before it is killed
+    seconds: float = 300.0  # by the clock, before it is killed: a busy machine gives it little of itself
     encoding: str = "utf-8"  # of standard output and error
 
 

@@ -154,6 +154,54 @@ ADAPTERS = {  # beside those above
 CASES |= CONVERSATIONS | ADAPTERS
 QUICK = ("grpo_bf16",)
 
+# Trainings on the examples that `write_examples` writes: words of a command, without the model, the weights and the run
+# folder. An epoch has 3 minibatches, of which the last is one example, so that some shards are empty.
+TRAINING = ["--epochs", "2", "--batch-size", "8", "--threads", "1", "--microbatch-tokens", "30"]
+SFT = ["sft", "sft.toml", *(word.replace("--epochs", "--sft.epochs") for word in TRAINING), "--cluster.shards", "4"]
+REWARD_MODEL = ["reward-model", "train", "--held-out", "held_out.jsonl", *TRAINING, "--checkpoint-every", "2"]
+REWARD_MODEL += ["--shards", "4", "--checkpoint-best", "true"]
+EXAMPLES = {
+    "sft": [*SFT, "--precision", "fp32"],
+    "sft_bf16": [*SFT, "--precision", "bf16"],
+    "sft_samples": [*SFT, "--precision", "bf16", "--sft.data", "samples", "--sft.count", "9", "--sft.keep", "all",
+                    "--sft.min-reward", "0"],
+    "pairs": [*REWARD_MODEL, "pairs.jsonl", "--precision", "fp32"],
+    "steps_bf16": [*REWARD_MODEL, "steps.jsonl", "--held-out", "", "--precision", "bf16"],
+}  # fmt: skip
+SFT_RECIPE = """
+[task]
+name = "arithmetic"
+[[rewards]]
+name = "digits"
+[sampling]
+max_new_tokens = 4
+[sft]
+data = "sft.jsonl"
+learning_rate = 1e-2
+[checkpoint]
+every = 2
+best = true
+"""
+
+
+def write_examples(folder: Path) -> None:
+    """Write the recipe and the data of `EXAMPLES`; some examples share their prompt."""
+    (folder / "sft.toml").write_text(SFT_RECIPE)
+    sums = [(a, b, a + b) for a in range(1, 9) for b in (1, 2)]
+    rows = {
+        "sft": [{"prompt": f"{a}+{b}=", "completion": str(c) * (1 + c % 4)} for a, b, c in [*sums, *sums[:3]]],
+        "pairs": [
+            {"prompt": f"{a}+{b}=", "chosen": str(c), "rejected": f"{c + 1}, {c}"} for a, b, c in [*sums, sums[0]]
+        ],
+        "held_out": [{"prompt": f"{c}-{b}=", "chosen": str(a), "rejected": "no" * a} for a, b, c in sums[:7]],
+        "steps": [
+            {"prompt": f"{a}+{b}=", "completions": [f"add {b}"] * (1 + a % 3), "labels": [a % 2 > 0] * (1 + a % 3)}
+            for a, b, _ in sums
+        ],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets."""
@@ -218,6 +266,16 @@ class Witness:
             file.write(f"{step.step}\n")
 
 
+def train_examples(name: str, model: str, weights: str) -> None:
+    """Train on examples by the command, in the working folder."""
+    from covey.cli.main import main as covey
+
+    option = "--cluster.weights" if name.startswith("sft") else "--weights"
+    code = covey([*EXAMPLES[name], "--model", model, option, weights, "--run-dir", name])
+    if code:
+        sys.exit(code)
+
+
 def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
     from covey import run
     from covey.runtime import optimizer
@@ -230,6 +288,9 @@ def main(folder: Path, model: str, names: Sequence[str], weights: str) -> None:
         kill_at(moment)
     with joined_ranks():
         for name in names:
+            if name in EXAMPLES:
+                train_examples(name, model, weights)
+                continue
             config = CASES[name]
             cluster = replace(config.cluster, weights=weights)
             settings = replace(config, model=model, cluster=cluster, run_dir=str(folder / name))

@@ -32,10 +32,11 @@ def finish(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
 
 def trained(model: Path, folder: Path, ranks: int, names: Sequence[str], weights: str = "replicate") -> Path:
     """The folder of the runs of some cases."""
+    rank_cases.write_examples(folder)
     words = [rank_cases.__file__, str(folder), str(model), json.dumps(list(names)), weights]
     said = finish(start_ranks(words, ranks, folder))
     assert not any(said[1:]), "only rank 0 prints"
-    for name in names:
+    for name in [name for name in names if name not in rank_cases.EXAMPLES]:
         seen = sorted(path.name for path in folder.glob(f"{name}.seen-by-*"))
         assert seen == [f"{name}.seen-by-0"], "only rank 0 calls observers"
     return folder

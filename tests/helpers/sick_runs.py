@@ -81,6 +81,7 @@ def hotter(parts: Components) -> None:
 
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 100.0}
 HAS_A_DIGIT = {"name": "format", "pattern": ".*[0-9].*", "score": True}
+WATCHED = {"kl_coefficient": 1e-9}  # the metric kl, without an effect on the gradient
 SHORT = {"name": "length", "unit": "characters", "length_limit": 8}
 
 SICK: dict[str, Sick] = {
@@ -130,8 +131,8 @@ SICK: dict[str, Sick] = {
         (digits,),
     ),
     "KL runaway": Sick(
-        "a reward of noise, no KL, and a learning rate of 0.05",
-        merged(TINY, {"sampling": {"temperature": 0.2}, "update": {"learning_rate": 0.05}}),
+        "a reward of noise, a KL of no weight, and a learning rate of 0.05",
+        merged(TINY, {"sampling": {"temperature": 0.2}, "update": {"learning_rate": 0.05}, "loss": WATCHED}),
         (noise,),
     ),
     "large updates": Sick(
@@ -154,7 +155,7 @@ SICK: dict[str, Sick] = {
     ),
     "skipped updates": Sick("every tenth gradient overflows", CARTPOLE, change=overflowing),
     "learning rate without effect": Sick(
-        "a learning rate of 1e-9", merged(TINY, {"update": {"learning_rate": 1e-9}}), (digits,)
+        "a learning rate of 1e-9", merged(TINY, {"update": {"learning_rate": 1e-9}, "loss": WATCHED}), (digits,)
     ),
     "critic that explains nothing": Sick(
         "the critic's learning rate is next to 0",

@@ -84,7 +84,7 @@ def test_a_tiny_model_learns_with_the_critic_on_its_trunk(folder):
 def test_a_run_with_a_task_of_its_own_resumes_when_it_is_given_again(folder, learnt):
     run_dir = folder / "learn-grpo"
     model = (run_dir / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match="no task"):
+    with pytest.raises(ConfigError, match="was started from Python with task= and rewards="):
         resume(run_dir)
     assert resume(run_dir, task=Arithmetic(digits=(1,)), rewards=[share_of_digits]) is not None
     assert (run_dir / "model" / "model.safetensors").read_bytes() == model

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from covey.llm.generation.trial import in_fp32
 from covey.llm.model.recompute import decoder_layers
+from covey.runtime.fsdp import ShardedWeights
+from covey.runtime.optimizer import norm_of, row_squares
+from helpers.fake_gpu import GPU, Computing
 from helpers.run_helpers import reproducible_metrics, write_recipe
+from helpers.thread_team import ThreadTeam, on_ranks
 from helpers.tiny_models import tiny_folder, tiny_model
 
 TESTS = Path(__file__).parent.parent
@@ -89,6 +94,18 @@ with Computing(), Sending():
     refusals, sums = told.stdout.splitlines()
     assert refusals == "aten::add.Tensor: all tensors are expected on one device None"
     assert sums == "[2.0, 2.0, 2.0] [3.0, 3.0, 3.0]"
+
+
+def test_squares_of_divided_rows_come_back_to_their_device():
+    """The norm joins them with those of whole parameters, such as the value head of PPO's critic."""
+
+    def norm(team: ThreadTeam) -> Tensor:
+        weights = ShardedWeights(nn.Identity(), torch.float32, team, exact=True)
+        with Computing():
+            own, head = (row_squares(torch.ones(3 - team.rank, 2, device=GPU), 6) for _ in range(2))
+            return norm_of([head, *weights.whole_rows([own], [5])])
+
+    assert [found.device for found in on_ranks(2, 2, norm)] == [GPU, GPU]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])

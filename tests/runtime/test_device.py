@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ import torch
 from covey.config import ConfigError
 from covey.runtime import device as device_module
 from covey.runtime.device import (
+    build_machine,
     choose_device,
     choose_precision,
     differences,
     environment,
+    idle_gpus_note,
     in_huge_pages,
     peak_memory_bytes,
     set_threads,
+    total_memory_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -43,22 +47,140 @@ def same_threads():
     torch.set_num_threads(before)
 
 
-def test_device_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == CPU
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that torch sees GPUs."""
+
+    def pretend(capability=(8, 0), built=("sm_80", "sm_90"), count=1, free=70, total=80):
+        answers = {
+            "is_available": True, "current_device": 0, "device_count": count, "get_device_capability": capability,
+            "get_arch_list": list(built), "get_device_name": "Card", "memory_reserved": 0,
+            "mem_get_info": (int(free * 2**30), int(total * 2**30)),
+        }  # fmt: skip
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        is_bf16_supported = lambda including_emulation: capability >= (8, 0)  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+        device_module.gpu_memory.cache_clear()
+
+    yield pretend
+    device_module.gpu_memory.cache_clear()
+
+
+def test_device_with_a_gpu(gpu, monkeypatch):
+    gpu()
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
     assert choose_device("cpu") == CPU
-    with pytest.raises(ConfigError, match="no GPU"):
-        choose_device("cuda")
     with pytest.raises(ConfigError, match="auto, cpu or cuda"):
         choose_device("tpu")
-
-
-def test_device_with_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert choose_device("auto") == torch.device("cuda", 0)
-    assert choose_device("cuda") == torch.device("cuda", 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun has started 2 ranks on a machine with 1 GPU: start one for each "):
+        choose_device("auto")
     assert choose_device("cpu") == CPU
+    gpu(count=2)
+    assert choose_device("auto").type == "cuda"
+
+
+NO_GPU = (
+    # CUDA in torch's build, CUDA_VISIBLE_DEVICES, what torch raises; the reason
+    (False, None, AssertionError("Torch not compiled with CUDA enabled"), "(Torch not compiled with CUDA enabled)"),
+    (False, "0", AssertionError("Torch not compiled with CUDA enabled"), "(Torch not compiled with CUDA enabled)"),
+    (True, "", None, "CUDA_VISIBLE_DEVICES is '' and selects no GPU: unset it"),
+    (True, "7", None, "CUDA_VISIBLE_DEVICES is '7' and selects no GPU: unset it"),
+    (True, None, RuntimeError("The NVIDIA driver on your system is too old\n(found 11). Please update"),
+     "sees no GPU (The NVIDIA driver on your system is too old (found 11)): install the driver"),
+    (True, None, None, "sees no GPU: compare it with nvidia-smi"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("built", "visible", "error", "reason"), NO_GPU)
+def test_why_there_is_no_gpu_is_one_line(built, visible, error, reason, monkeypatch, caplog, same_threads):
+    def init():
+        if error:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn("a page about drivers", stacklevel=1))
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError) as refused:
+        choose_device("cuda")
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    for has_gpu, lines in ((True, 1), (False, 0)):
+        monkeypatch.setattr(device_module, "_has_nvidia_gpu", lambda has_gpu=has_gpu: has_gpu)
+        caplog.clear()
+        assert build_machine("auto", "fp32", 1).device == CPU
+        assert build_machine("cpu", "fp32", 1).device == CPU
+        assert len(caplog.messages) == lines
+        assert all(line.startswith("the CPU is used, because ") and reason in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_90 sm_100 sm_120", False),  # V100 with CUDA 13
+        ((7, 0), "sm_70 sm_75", True),
+        ((8, 6), "sm_75 sm_80 sm_90", True),
+        ((8, 0), "sm_86", False),
+        ((9, 0), "sm_80 sm_90a", True),
+        ((10, 3), "sm_90 sm_100a", False),
+        ((10, 3), "sm_90 sm_100f", True),
+        ((9, 0), "sm_80 compute_80", True),
+        ((7, 5), "sm_80 compute_80", False),
+        ((12, 0), "sm_80 sm_90", False),
+        ((12, 1), "sm_90 sm_120", True),
+        ((9, 0), "gfx90a gfx942", True),
+        ((9, 0), "", True),
+    ],
+)
+def test_a_gpu_for_which_torch_is_not_built_is_not_used(gpu, capability, built, runs):
+    gpu(capability, built.split())
+    assert choose_device("auto").type == ("cuda" if runs else "cpu")
+    if not runs:
+        with pytest.raises(ConfigError) as refused:
+            choose_device("cuda")
+        assert f"Card has compute capability {capability[0]}.{capability[1]}, for which this torch" in str(
+            refused.value
+        )
+        assert f"is not built ({', '.join(built.split())})" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision", "usable", "lines"),
+    [
+        ({}, "auto", 71, ["other processes use 9.0 of the GPU's 80.0 GiB, so this one plans with 71.0 GiB"]),
+        ({"free": 79.2}, "auto", 80, []),  # its own context
+        ({"free": 15.5, "total": 16, "capability": (7, 5), "built": ("sm_75",)}, "auto", 16,
+         ["precision is fp32, because Card has no bf16 instructions; weights need twice the memory of bf16"]),
+        ({"free": 15.5, "total": 16, "capability": (7, 5), "built": ("sm_75",)}, "fp32", 16, []),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_lacks_is_said(gpu, given, precision, usable, lines, caplog, same_threads, monkeypatch):
+    gpu(**given)
+    assert build_machine("auto", precision, 1).device.type == "cuda"
+    assert caplog.messages == lines
+    gpu_now = torch.device("cuda", 0)
+    assert total_memory_bytes(gpu_now) == usable << 30
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (0, 0)
+    )  # asked for once, so rows do not change during a run
+    assert total_memory_bytes(gpu_now) == usable << 30
+
+
+def test_gpus_that_a_run_leaves_idle_are_named(gpu, monkeypatch):
+    for count, ranks in ((1, 0), (2, 2), (3, 2), (8, 8)):
+        gpu(count=count)
+        note = idle_gpus_note(torch.device("cuda", 0))
+        assert bool(note) == bool(ranks)
+        assert not ranks or f"one of {count} GPUs: torchrun --nproc-per-node {ranks} -m covey train" in note
+    assert idle_gpus_note(CPU) == ""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert idle_gpus_note(torch.device("cuda", 0)) == ""
 
 
 @pytest.mark.parametrize(
@@ -94,9 +216,9 @@ def test_no_warning_where_there_is_hardware(cpu_flags, caplog):
         choose_precision("fp16", CPU)
 
 
-def test_gpu_precision(monkeypatch):
-    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
+def test_gpu_precision(gpu):
+    for capability, expected in (((8, 0), torch.bfloat16), ((7, 5), torch.float32)):
+        gpu(capability)
         assert choose_precision("auto", torch.device("cuda")) == expected
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from covey.config import ConfigError
 from covey.data import Team
 from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.distributed import own_shards
 from covey.runtime.optimizer import MasterAdamW, norm_of, row_squares
-from covey.train.gather import own_shards
 from helpers.thread_team import on_ranks
 
 BETAS = (0.9, 0.95)

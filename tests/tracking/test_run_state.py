@@ -1,7 +1,8 @@
-"""The state of a run is read from its files and from the system's list of locks, without disturbing the run."""
+"""The state of a run is read from its files and its lock, without disturbing the run."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.config import ConfigError
 from covey.data import StepRecord
 from covey.tracking import run_folder as module
 from covey.tracking.run_folder import (
@@ -83,13 +85,26 @@ def test_states_by_files(tmp_path: Path) -> None:
     assert run_state(make_run(tmp_path / "f", files=("summary.json", "stopped.json"))) is RunState.FINISHED
 
 
-def test_a_run_is_running_until_its_process_ends_even_by_kill(tmp_path: Path) -> None:
+def test_a_run_is_running_until_its_process_ends_even_by_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", files=("summary.json",))
     with another_process(lambda: FolderLock(tmp_path / "run")):
+        assert run_state(tmp_path / "run") is RunState.RUNNING
+        monkeypatch.setattr(module, "_has_open", lambda *_: False)  # without /proc, as on macOS
         assert run_state(tmp_path / "run") is RunState.RUNNING
     assert run_state(tmp_path / "run") is RunState.FINISHED
 
 
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is on a file system without locks."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("without_locks")
 def test_a_process_with_the_number_of_the_last_writer_is_not_taken_for_it(tmp_path: Path) -> None:
     """This process has the number that the lock file names, and even reads the file."""
     make_run(tmp_path / "run")
@@ -98,54 +113,32 @@ def test_a_process_with_the_number_of_the_last_writer_is_not_taken_for_it(tmp_pa
         assert run_state(tmp_path / "run") is RunState.CRASHED
 
 
-def test_a_process_that_waits_for_the_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """`/proc/locks` lists it too, and a shared lock is not a writer's."""
+def test_a_reader_does_not_count_as_a_writer_and_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run")
-
-    def share() -> object:
-        file = open(tmp_path / "run" / "covey.lock")  # noqa: SIM115
-        fcntl.flock(file, fcntl.LOCK_SH)
-        return file
-
-    with another_process(share):
-        waiting = subprocess.Popen(["flock", str(tmp_path / "run" / "covey.lock"), "true"])
-        try:
-            inode = str((tmp_path / "run" / "covey.lock").stat().st_ino)
-            while not any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()):
-                assert waiting.poll() is None
-            assert not module._is_listed((tmp_path / "run" / "covey.lock").stat(), 0)
-        finally:
-            waiting.kill()
-            waiting.wait()
+    reader = open(tmp_path / "run" / "covey.lock")  # noqa: SIM115
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    assert run_state(tmp_path / "run") is RunState.CRASHED
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_READER_SECONDS", 0.0)
+        with pytest.raises(ConfigError, match="is being written by"):
+            FolderLock(tmp_path / "run")
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: reader.close())
+    FolderLock(tmp_path / "run").release()
 
 
+def test_a_writer_is_refused_at_once_while_there_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("waited for a writer"))
+    run = make_run(tmp_path / "run")
+    with FolderLock(run), pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"):
+        FolderLock(run)
+
+
+@pytest.mark.usefixtures("without_locks")
 def test_a_writer_is_found_on_a_file_system_without_locks(tmp_path: Path) -> None:
-    """`FolderLock` goes on there without a lock, with its file open."""
     make_run(tmp_path / "run")
-
-    def write() -> object:
-        file = open(tmp_path / "run" / "covey.lock", "w")  # noqa: SIM115 -- not r+: a shorter number would leave a rest
-        file.write(f"{os.getpid()} {os.uname().nodename}\n")
-        file.flush()
-        return file
-
-    with another_process(write):
+    with another_process(lambda: FolderLock(tmp_path / "run")):
         assert run_state(tmp_path / "run") is RunState.RUNNING
     assert run_state(tmp_path / "run") is RunState.CRASHED
-
-
-def test_a_lock_of_a_network_file_system_is_asked_for(tmp_path: Path) -> None:
-    """There flock is a lock of POSIX, perhaps of another machine."""
-    make_run(tmp_path / "run", files=("summary.json",))
-
-    def lock() -> object:
-        file = open(tmp_path / "run" / "covey.lock", "r+")  # noqa: SIM115
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        return file
-
-    with another_process(lock):
-        assert run_state(tmp_path / "run") is RunState.RUNNING
-    assert run_state(tmp_path / "run") is RunState.FINISHED
 
 
 def test_a_run_of_another_machine_is_running_while_its_files_change(tmp_path: Path) -> None:
@@ -181,18 +174,6 @@ def test_only_a_plain_lock_file_is_opened(kind: str, tmp_path: Path) -> None:
     assert run_state(run) is RunState.FINISHED
 
 
-def test_another_device_number_in_the_list_of_locks_is_accepted_from_the_writer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on btrfs, whose files have another device number for `stat`."""
-    make_run(tmp_path / "run")
-    with another_process(lambda: FolderLock(tmp_path / "run")) as child:
-        status = (tmp_path / "run" / "covey.lock").stat()
-        monkeypatch.setattr(module.os, "major", lambda device: 4095)
-        assert module._is_listed(status, child)
-        assert not module._is_listed(status, os.getpid())
-
-
 # ---- reading disturbs nothing ----
 
 
@@ -208,7 +189,7 @@ def test_reading_changes_nothing_in_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_runs_that_start_while_their_state_is_read_all_get_the_lock(tmp_path: Path) -> None:
-    """A reader that took a lock, even a shared one for a moment, would have some of them refused."""
+    """A reader has the lock for a moment."""
     make_run(tmp_path / "run")
     begun = [FolderLock(tmp_path / "run")]
     begun.pop().release()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from covey.cli.main import main
 from covey.config import ConfigError, RunError
@@ -54,6 +55,10 @@ def test_vllm_is_started_with_what_a_run_needs(settings):
     assert value_of(settings, "--weight-transfer-config") == '{"backend": "covey"}'
     assert value_of(settings, "--dtype") == "bfloat16"
     assert value_of(replace(settings, precision="fp32"), "--dtype") == "float32"
+    assert not {"--gpu-memory-utilization", "--enable-sleep-mode"} & set(settings.arguments)
+    beside = replace(settings, gpu_memory=0.35, sleep=True)
+    assert value_of(beside, "--gpu-memory-utilization") == "0.35"
+    assert "--enable-sleep-mode" in beside.arguments
     environment = settings.environment
     assert environment["VLLM_SERVER_DEV_MODE"] == environment["VLLM_NO_USAGE_STATS"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "1"
@@ -90,9 +95,26 @@ def test_a_server_that_ends_is_one_line(settings, tmp_path):
 
 
 def test_without_the_package_the_command_names_it(monkeypatch, capsys):
-    monkeypatch.setattr("covey.cli.serve.entry_points_of", lambda group: {})
-    assert main(["serve", "smollm2-135m", "--vllm"]) == 2
-    assert 'needs the package covey-vllm here, beside covey: pip install "covey[vllm]"' in capsys.readouterr().err
+    monkeypatch.setattr("covey.config.servers.entry_points_of", lambda group: {})
+    for words in (["serve", "smollm2-135m", "--vllm"], ["train", "arithmetic_grpo", "--sampler", "vllm"]):
+        assert main(words) == 2
+        assert 'needs the package covey-vllm here, beside covey: pip install "covey[vllm]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_precision_is_that_of_the_gpu_of_vllm(has_bf16, dtype, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(launcher, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    python = interpreter(tmp_path, f'echo "$@" > {tmp_path}/words; exit 3')
+    words = ["--gpu-memory", "0.3", "--sleep", "--max-model-len", "100", "--threads", "1"]
+    assert main(["serve", str(tiny_folder(tmp_path / "model")), "--vllm", "--vllm-python", str(python), *words]) == 1
+    assert "vLLM did not start: status 3" in capsys.readouterr().err
+    given = (tmp_path / "words").read_text()
+    assert f"--dtype {dtype} " in given
+    assert "--gpu-memory-utilization 0.3 " in given
+    assert "--enable-sleep-mode" in given
 
 
 def test_the_server_and_its_workers_are_ended(settings, tmp_path, monkeypatch):

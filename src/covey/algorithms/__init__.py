@@ -29,6 +29,7 @@ from covey.algorithms.presets import (
     ALGORITHMS,
     cispo,
     dapo,
+    default_kl,
     dr_grpo,
     grpo,
     gspo,
@@ -41,5 +42,5 @@ from covey.algorithms.presets import (
 __all__ = [
     "ALGORITHMS", "NO_KL", "Algorithm", "CriticError", "HighCovariance", "KLEstimator", "KLFromOutput", "KLInLoss",
     "KLInReward", "KLPenalty", "KLPlacement", "KLToBehavior", "LossTerms", "SurrogateLoss", "ValueLoss", "cispo",
-    "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
+    "dapo", "default_kl", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
 ]  # fmt: skip

@@ -8,6 +8,8 @@
 | `KLFromOutput` | KL(pi || pi_ref), exact, computed by the policy's forward pass | the loss                    |
 | `NO_KL`        | KL(pi || pi_ref) of a few groups                               | nothing: it is only logged  |
 
+A run whose coefficient is always 0 has no reference, and logs no KL to it.
+
 Shapes: B rollouts, T decisions, V actions.
 """
 
@@ -160,7 +162,9 @@ class KLFromOutput(KLPlacement):
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """A KL penalty: a placement and a schedule of its coefficient. With the coefficient 0 the KL is only logged."""
+    """A KL penalty: a placement and a schedule of its coefficient. In a step with the coefficient 0 the KL is only
+    logged.
+    """
 
     coefficient: schedules.Schedule = schedules.constant(0.0)
     placement: KLPlacement = KLInLoss()
@@ -168,6 +172,10 @@ class KLPenalty:
     def acting(self, coefficient: float) -> KLPlacement:
         """The placement in a step with this coefficient; `NO_KL` if it is 0."""
         return self.placement if coefficient else NO_KL
+
+    def acts_within(self, steps: int) -> bool:
+        """False if the coefficient is 0 in each of the first `steps` steps."""
+        return any(map(self.coefficient, range(1, steps + 1)))
 
 
 def _arguments(

@@ -5,6 +5,7 @@ To add an algorithm, write a function of the same form with its source in the do
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -223,3 +224,9 @@ def ppo(
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     build.__name__: build for build in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo)
 }
+
+
+def default_kl(name: str) -> KLPenalty:
+    """The KL penalty that an algorithm of `ALGORITHMS` has if it is given none."""
+    penalty: KLPenalty = inspect.signature(ALGORITHMS[name]).parameters["kl"].default
+    return penalty

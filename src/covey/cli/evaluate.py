@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.cli.options import MODEL, MOST_TOKENS, Command, Parser, number, option, temperature
 from covey.cli.train import check_data
@@ -25,8 +25,9 @@ from covey.config.recipe import (
 from covey.config.rules import validate
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file
-from covey.tracking.run_store import write_records
-from covey.tracking.wording import ScoreKind
+
+if TYPE_CHECKING:
+    from covey.tracking.wording import ScoreKind
 
 MACHINE_FIELDS = ("seed", "device", "precision", "threads")
 TRUNCATION = ("top_k", "top_p", "min_p", "min_new_tokens")  # fields of `Truncation`
@@ -125,6 +126,8 @@ def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
 
     result = evaluate_model(config, samples=samples, temperature=temperature, truncation=Truncation(**truncation))
     if output is not None:
+        from covey.tracking.run_store import write_records
+
         write_records(output, result.records())
     for note in result.notes:
         say(note)

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from covey.cli import completion, evaluate, export, plan, report, reward_model, runs, sample, serve, sft, show, train
 from covey.cli.options import Command, Parser
 from covey.config import ConfigError, ControlConfig, RunConfig, RunError
-from covey.config.fields import command, did_you_mean, printable
+from covey.config.fields import TRAININGS, command, did_you_mean, or_list, printable
 from covey.config.files import machine_error, path_error, shortened
 from covey.config.recipe import describe_fields, packaged_recipes, split_overrides
-from covey.config.terminal import fitted, say, width_of
+from covey.config.terminal import say
 from covey.runtime.interrupts import EXIT_CODE, leave, say_last_words, watched
 from covey.runtime.variables import is_echo, own_rank, world_size
 from covey.tracking.output import expect_early_end, outlasting_output
@@ -96,8 +96,10 @@ def _execute(words: list[str], debug: bool) -> int:
             print(OVERVIEW)
             return 0
         arguments, fields = parse(words)
-        if world_size() > 1 and arguments.command != "train":
-            raise ConfigError(f"torchrun is for covey train: start {command(arguments.command)} without it")
+        called = tuple(dict.fromkeys((arguments.command, arguments.action)))
+        if world_size() > 1 and called not in TRAININGS:
+            trainings = or_list([" ".join(("covey", *words)) for words in TRAININGS])
+            raise ConfigError(f"torchrun is for {trainings}: start {command(*called)} without it")
         if not COMMANDS[arguments.command].lasting:
             expect_early_end()
         return arguments.chosen.run(arguments, fields) or 0
@@ -301,7 +303,6 @@ def _add_commands(
         one.add_options(made)
         if one.actions:
             _add_commands(made, one.actions, chosen, parsers, one.name)
-        made.epilog = made.epilog and fitted(made.epilog, width_of(sys.stdout))
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

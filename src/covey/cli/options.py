@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields
+from functools import partial
 from typing import Any, NoReturn
 
 from covey.config import ConfigError, ControlConfig, RunConfig
@@ -24,6 +25,12 @@ RECIPE = "a TOML file, or the name of a packaged recipe"
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are ConfigErrors: one line, exit code 2."""
+
+    def format_help(self) -> str:
+        if callable(self.epilog):
+            self.epilog = self.epilog()
+        self.epilog = self.epilog and fitted(self.epilog, width_of(sys.stdout))
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -160,7 +167,7 @@ class _HelpAll(argparse.Action):
 
 def add_fields_help(parser: Parser) -> None:
     """Add the help on the fields of a recipe."""
-    parser.epilog = fields_help(advanced=False)
+    parser.epilog = partial(fields_help, advanced=False)  # type: ignore[assignment]  # which takes time
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every field of a recipe and exit")
 
 

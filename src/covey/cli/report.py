@@ -15,7 +15,6 @@ from covey.config.files import path_error, user_path
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables
 from covey.config.terminal import say
-from covey.tracking.run_reader import RunReader
 
 SEVERAL = "report"  # name of the report of several runs, without its suffix
 EPILOG = """\
@@ -60,6 +59,7 @@ def advice_on(run_dir: Path) -> dict[str, str]:
     A text that the folder does not tell is absent.
     """
     from covey.experiment.advice import Finished, after_training, read_launch, start
+    from covey.tracking.run_reader import RunReader
 
     launch = read_launch(run_dir)
     try:

@@ -16,17 +16,16 @@ from covey.cli.options import (
     option,
     option_of,
 )
-from covey.cli.train import resumed_run
-from covey.config import ConfigError, DatasetConfig, RunConfig
+from covey.cli.train import check_data, resumed_run
+from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
 from covey.config.recipe import read_recipe
 from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
-from covey.llm.data.reward_examples import read_examples
-from covey.llm.data.rows import read_data
 from covey.runtime.interrupts import EXIT_CODE
+from covey.runtime.variables import own_rank
 from covey.tracking.run_folder import check_new_file, check_run_dir, claim_run_dir, next_run_dir
 
 RUN_NAME = "reward_model"  # first part of a run folder's name
@@ -100,9 +99,12 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
     if not arguments.data:
         raise ConfigError(f"name the data, such as: {command('reward-model', 'train', 'pairs.jsonl')}")
     config = _config(arguments)
+    from covey.llm.data.reward_examples import read_examples
+
     for name in filter(None, (config.data, config.held_out)):
         read_examples(name, config.grade_column)  # before torch is loaded
-    check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
+    if not own_rank():
+        check_run_dir(config.run_dir or next_run_dir(RUN_NAME))
     from covey.experiment.advice import Launch
     from covey.experiment.reward_models import train_reward_model
 
@@ -117,6 +119,8 @@ def eval_action(arguments: argparse.Namespace, _fields: list[str]) -> None:
     config = _config(arguments)
     if fault := reward_model_fault(name, per_step=False):
         raise ConfigError(fault)
+    from covey.llm.data.reward_examples import read_examples
+
     read_examples(arguments.data, config.grade_column)
     picture: Path | None = None
     if arguments.picture:
@@ -150,8 +154,7 @@ def label_action(arguments: argparse.Namespace, fields_given: list[str]) -> None
         raise ConfigError(f"--completer continues steps, and --data {arguments.data} needs no continuations: remove it")
     if arguments.completer:
         locate_model(arguments.completer)
-    if isinstance(config.task, DatasetConfig):
-        read_data(config.task)  # before torch is loaded
+    check_data(config)
     from covey.experiment.reward_models import LabelOptions, label_completions
 
     options = LabelOptions(**counts, data=arguments.data, estimate=arguments.estimate, completer=arguments.completer)

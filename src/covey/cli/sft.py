@@ -10,8 +10,8 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.recipe import find_recipe, read_sft_recipe
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
-from covey.llm.data.sft_examples import read_rows, split_examples
 from covey.runtime.interrupts import EXIT_CODE
+from covey.runtime.variables import own_rank
 from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 
 # Fields of other tables that a supervised training uses.
@@ -19,7 +19,7 @@ OTHER_FIELDS = (
     "model", "seed", "run_dir", "device", "precision", "threads", "chat.system_prompt", "update.weight_decay",
     "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
     "update.recompute", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "checkpoint.model_if_stopped",
-    "trackers",
+    "trackers", "cluster.shards", "cluster.weights", "cluster.exact",
 )  # fmt: skip
 
 
@@ -54,8 +54,11 @@ def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
         raise ConfigError(f"name a recipe, such as: {command('sft', 'my.toml')}")
     config = read_sft_recipe(arguments.recipe, fields)
     name = f"{find_recipe(arguments.recipe).stem.removesuffix('_sft')}_sft"
-    check_run_dir(config.run_dir or next_run_dir(name))
+    if not own_rank():
+        check_run_dir(config.run_dir or next_run_dir(name))
     sft = config.sft
+    from covey.llm.data.sft_examples import read_rows, split_examples
+
     is_file = sft.data not in EXAMPLES_BY_NAME and not is_function(sft.data) and not is_run(sft.data)
     examples = split_examples(sft, read_rows(sft, sft.data)) if is_file else None  # before torch is loaded
     from covey.experiment.advice import Launch

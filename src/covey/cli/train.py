@@ -11,7 +11,6 @@ from covey.cli.options import RECIPE, Command, Parser, add_fields_help, number, 
 from covey.config import ConfigError, ControlConfig, DatasetConfig, RunConfig
 from covey.config.fields import command, printable
 from covey.config.files import user_path
-from covey.config.inputs import named_code
 from covey.config.recipe import (
     changes_to_toml,
     describe_recipe,
@@ -99,6 +98,8 @@ def check_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey check`."""
     config = read_recipe(arguments.recipe, fields)
     check_run_dir(config.run_dir or next_run_dir(find_recipe(arguments.recipe).stem))
+    from covey.config.inputs import named_code
+
     for line in named_code(config):
         say(printable(line))
     sys.stdout.flush()  # before that code prints

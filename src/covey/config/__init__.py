@@ -11,6 +11,7 @@ from covey.config.common import (
     CRITIC_FREE,
     TRACKERS,
     CheckpointConfig,
+    ClusterConfig,
     ConfigError,
     LossBase,
     MachineError,
@@ -33,7 +34,6 @@ from covey.config.control import (
 from covey.config.conversation import Conversation, ConversationConfig
 from covey.config.llm import (
     ChatConfig,
-    ClusterConfig,
     CriticConfig,
     EvaluationConfig,
     IterationConfig,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 CRITIC_FREE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp")
 ALGORITHM_NAMES = (*CRITIC_FREE, "ppo")
@@ -96,6 +97,12 @@ def config_field(
     return field(default=default, metadata=metadata | {"used_by": used_by, "needs": needs})
 
 
+if TYPE_CHECKING:
+    from dataclasses import dataclass as table
+else:  # `Table` has the other methods: a dataclass compiles its own in each class, a tenth of the time of start-up
+    table = partial(dataclass, eq=False, repr=False)
+
+
 class Table:
     """Base of config tables. A list that a Python program gives becomes a tuple, which cannot change."""
 
@@ -106,6 +113,15 @@ class Table:
             value = getattr(self, item.name)
             if isinstance(value, list) and isinstance(item.default, tuple):
                 object.__setattr__(self, item.name, tuple(value))
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def faults(self) -> Iterator[Fault]:
         """Contradictions between values of this table, each of which has its type and is within its limits."""
@@ -119,7 +135,7 @@ class Table:
         """
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class LossBase(Table):
     """Fields of the loss that both kinds of run share. None takes the algorithm's own default."""
 
@@ -137,7 +153,7 @@ class LossBase(Table):
         used_by=CLIPPED,
         because="it bounds the ratio of negative advantages from above, 3.0 is usual; unset turns it off",
     )
-    kl_coefficient: float | None = config_field(None, "weight of the KL; 0 only logs it", min=0)
+    kl_coefficient: float | None = config_field(None, "weight of the KL; 0: no KL, and no reference in memory", min=0)
     kl_estimator: str | None = config_field(
         None,
         "estimator of the KL; k1 enters the reward, the others the loss; exact sums over the vocabulary, in control "
@@ -308,7 +324,54 @@ class LossBase(Table):
         return (0.01, 100.0) if self.entropy_controller == "bonus" else (0.25, 4.0)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
+class ClusterConfig(Table):
+    shards: int = config_field(
+        0,
+        "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "
+        "(torchrun), which must divide it; 0: as many as there are ranks",
+        min=0,
+        max=1024,
+        advanced=True,
+    )
+    weights: str = config_field(
+        "auto",
+        "weights of several ranks, with LoRA the frozen ones: replicate (each rank has all), fsdp (sharded by FSDP2, "
+        "which needs less memory and more messages), or auto, which replicates if the memory suffices; a resumed run "
+        "may change it",
+        choices=("auto", "replicate", "fsdp"),
+        advanced=True,
+    )
+    exact: bool = config_field(
+        True,
+        "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
+        "memory and adds in another order; no effect with LoRA, whose sums are always exact",
+        advanced=True,
+    )
+
+
+def check_shards(shards: int, items: int, of_step: str) -> None:
+    """Refuse shards that cannot be summed in the order of a binary tree, or of which one could never have a row.
+
+    Args:
+        items: prompts or examples of a step.
+        of_step: the field with their number.
+
+    Raises:
+        ConfigError: naming the field and the remedy.
+    """
+    if shards & (shards - 1):
+        raise ConfigError(
+            f"cluster.shards must be a power of two, got {shards}: set it to {1 << (shards.bit_length() - 1)}"
+        )
+    if shards > items:
+        raise ConfigError(
+            f"{shards} shards are more than {of_step} = {items}, so some would never have a row: lower cluster.shards "
+            f"or the number of ranks, or raise {of_step.rpartition('.')[2]}"
+        )
+
+
+@table(frozen=True)
 class UpdateBase(Table):
     """Fields of the update that both kinds of run share."""
 
@@ -341,7 +404,7 @@ class UpdateBase(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class CheckpointConfig(Table):
     every: int = config_field(20, "steps between checkpoints", min=1)
     keep: int = config_field(2, "checkpoints kept, at least 2", min=2, advanced=True)
@@ -353,7 +416,7 @@ class CheckpointConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RunBase(Table):
     """Top-level fields that both kinds of run share."""
 
@@ -388,7 +451,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
 REPLAY_IMPORTANCE_CAP = 2.0
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ReplayConfig(Table):
     SWITCH = ("groups",)
 

@@ -1,9 +1,6 @@
 """Config of a run on a Gymnasium environment."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from covey.config.common import (
     ALGORITHM_NAMES,
@@ -15,10 +12,11 @@ from covey.config.common import (
     Table,
     UpdateBase,
     config_field,
+    table,
 )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class EnvironmentConfig(Table):
     id: str = config_field("", "a registered Gymnasium environment: CartPole-v1, or module:Env-v0 for one of your own")
     vectorization: str = config_field(
@@ -36,7 +34,7 @@ class EnvironmentConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class PolicyConfig(Table):
     hidden: tuple[int, ...] = config_field((64, 64), "widths of the hidden layers", min=1, max=1_000_000)
     activation: str = config_field("tanh", "activation between the layers", choices=("tanh", "relu"), advanced=True)
@@ -48,7 +46,7 @@ class PolicyConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RolloutsConfig(Table):
     kind: str = config_field(
         "episodes",
@@ -93,7 +91,7 @@ class RolloutsConfig(Table):
         return min(self.environments or every_rollout, every_rollout)  # further copies would not be used
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ControlLossConfig(LossBase):
     kl_coefficient: float = config_field(0.0, "weight of the KL; 0: off", min=0)
     entropy_target: float | None = config_field(
@@ -110,7 +108,7 @@ class ControlLossConfig(LossBase):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ControlUpdateConfig(UpdateBase):
     learning_rate: float = config_field(3e-4, "peak learning rate of AdamW", above=0)
     max_grad_norm: float = config_field(0.5, "clip gradients to this norm", above=0)
@@ -118,7 +116,7 @@ class ControlUpdateConfig(UpdateBase):
     minibatches: int = config_field(1, "optimizer steps per pass; the decisions of a step are split evenly", min=1)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ControlEvaluationConfig(Table):
     episodes: int = config_field(100, "episodes played greedily before and after training", min=1, max=1_000_000)
     every: int = config_field(0, "steps between evaluations; 0: only before and after training", min=0)
@@ -131,7 +129,7 @@ class ControlEvaluationConfig(Table):
     expected_return: float | None = config_field(None, "mean return that the recipe reaches")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ControlConfig(RunBase):
     """One training run on a Gymnasium environment."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.common import ConfigError, Table, config_field
+from covey.config.common import ConfigError, Table, config_field, table
 from covey.config.fields import did_you_mean
 from covey.config.files import read_assignments
 from covey.config.named_modules import check_function_name, entry_points_of, find_module
@@ -29,7 +29,7 @@ def installed_environments() -> dict[str, str]:
     return entry_points_of("covey.environments")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ConversationConfig(Table):
     SWITCH = ("environment",)
 
@@ -126,7 +126,7 @@ class ConversationConfig(Table):
             )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class Conversation(ConversationConfig):
     """The conversations of `covey.run(config, conversation=...)`: [conversation] with an environment in Python.
 
@@ -137,7 +137,7 @@ class Conversation(ConversationConfig):
     tools, or a name as in a recipe. Docs: docs/conversations.md.
     """
 
-    environment: Any = config_field(  # noqa: RUF009 -- a dataclasses.field, made once on purpose
+    environment: Any = config_field(
         "", "class of the environment, function that makes one, functions that are tools, or a name as in a recipe"
     )
 

@@ -24,6 +24,8 @@ LARGEST_NUMBER = 1e30  # limit of a field's absolute value, which fp32 can repre
 LONGEST_TEXT = 10_000  # characters of a field
 LONGEST_LIST = 1000  # values of a field
 
+TRAININGS = (("train",), ("sft",), ("reward-model", "train"))  # commands that several ranks can execute
+
 TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
@@ -81,7 +83,8 @@ def describe_type(hint: Any) -> str:
 
 def command(*words: object) -> str:
     """A command line of covey, quoted for a shell, as messages name it; a training of several ranks by torchrun."""
-    return shlex.join([*(torchrun_words() if words[:1] == ("train",) else ()), "covey", *map(str, words)])
+    is_training = words[:1] in TRAININGS or words[:2] in TRAININGS
+    return shlex.join([*(torchrun_words() if is_training else ()), "covey", *map(str, words)])
 
 
 def did_you_mean(word: str, known: list[str], likeness: float = 0.6) -> str:

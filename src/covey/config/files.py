@@ -304,14 +304,24 @@ _MISTAKES = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO,
 }  # fmt: skip
 _LESS_MEMORY = "close other programs, or make the run smaller (covey plan shows what takes memory)"
-# Messages of torch, oneDNN and C++ for a failed allocation, of Python for a thread without a stack, of the linker.
+# Messages of torch, oneDNN, C++, CUDA and its libraries for a failed allocation, of Python for a thread without a
+# stack, of the linker. cuBLAS says that it is not initialized if its handle finds no memory.
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|bad_alloc|could not create a memory|out of memory|Cannot allocate memory"
-    r"|can't start new thread|failed to map segment",
+    r"|can't start new thread|failed to map segment|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED",
     re.IGNORECASE,
 )
 # Forms in which libraries written in Rust, such as safetensors, and torch, when it opens their files, print an errno.
 _NAMED_CODE = re.compile(r"\(os error (\d+)\)|unable to \w+ .*file.*: .* \((\d+)\)")
+
+
+class MemoryFault(MachineError):
+    """Too little memory."""
+
+    def __init__(self, reason: str, phase: str = "", remedy: str = _LESS_MEMORY) -> None:
+        """`reason` is a library's text, `phase` such as " in the update"."""
+        super().__init__(f"there is not enough memory{phase} ({reason}): {remedy}")
+        self.reason = reason
 
 
 def machine_error(error: BaseException, path: str | Path = "") -> MachineError | None:
@@ -327,12 +337,18 @@ def machine_error(error: BaseException, path: str | Path = "") -> MachineError |
     text = " ".join(str(error).split())
     code = _code(error)
     if isinstance(error, MemoryError) or code == errno.ENOMEM or (code is None and _lacks_memory(error, text)):
-        return MachineError(f"there is not enough memory ({_shortened(text) or 'MemoryError'}): {_LESS_MEMORY}")
+        return MemoryFault(_shortened(text) or "MemoryError")
     if code is None:
         return None
     name = getattr(error, "filename", None) or path
     where = f"cannot use {os.fsdecode(name)}" if name else "a file cannot be used"
     return MachineError(f"{where} ({os.strerror(code)}): {_ADVICE.get(code, 'mend that')}")
+
+
+def raise_fault(error: Exception) -> None:
+    """Raise `error` again if it is a fault of the machine, in a handler for code that may not support what is tried."""
+    if machine_error(error):
+        raise error
 
 
 @contextmanager

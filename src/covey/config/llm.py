@@ -1,15 +1,14 @@
 """Config of a run on a language model."""
-# ruff: noqa: RUF009 -- `config_field` returns a dataclasses.field, made once per field on purpose
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from covey.config.common import (
     BY_GROUP,
     CheckpointConfig,
+    ClusterConfig,
     ConfigError,
     Fault,
     LossBase,
@@ -18,6 +17,7 @@ from covey.config.common import (
     Table,
     UpdateBase,
     config_field,
+    table,
 )
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
@@ -56,29 +56,12 @@ def check_stop(stop: Sequence[str]) -> None:
         raise ConfigError("sampling.stop has a string twice: remove one")
 
 
-def check_shards(shards: int, prompts: int) -> None:
-    """Refuse shards that cannot be summed in the order of a binary tree, or of which one could never have a prompt.
-
-    Raises:
-        ConfigError: naming the field and the remedy.
-    """
-    if shards & (shards - 1):
-        raise ConfigError(
-            f"cluster.shards must be a power of two, got {shards}: set it to {1 << (shards.bit_length() - 1)}"
-        )
-    if shards > prompts:
-        raise ConfigError(
-            f"{shards} shards are more than sampling.prompts_per_step = {prompts}, so some would never have a prompt: "
-            "lower cluster.shards or the number of ranks, or raise prompts_per_step"
-        )
-
-
 def largest_divisor(count: int, most: int) -> int:
     """The largest number up to `most` that divides `count`."""
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ChatConfig(Table):
     system_prompt: str = config_field(
         "", "system message before every prompt that is chat messages and has none of its own; empty: none"
@@ -119,7 +102,7 @@ class ChatConfig(Table):
         _ = self.assigned_options
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SelectionConfig(Table):
     SWITCH = ("candidates",)
 
@@ -148,7 +131,7 @@ class SelectionConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SamplingConfig(Table):
     prompts_per_step: int = config_field(16, "prompts per training step", min=1)
     group_size: int = config_field(
@@ -240,7 +223,7 @@ class SamplingConfig(Table):
         check_stop(self.stop)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class LossConfig(LossBase):
     mask_truncated: bool = config_field(
         False, "leave completions that the token limit cut out of the loss", advanced=True
@@ -265,7 +248,7 @@ class LossConfig(LossBase):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class UpdateConfig(UpdateBase):
     microbatch_tokens: int = config_field(
         4096, "tokens in one backward pass; a smaller number takes less memory, with the same gradient", min=1
@@ -277,7 +260,7 @@ class UpdateConfig(UpdateBase):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class EvaluationConfig(Table):
     problems: int = config_field(
         256,
@@ -298,7 +281,7 @@ class EvaluationConfig(Table):
             yield Fault(f"evaluation.token_limits names a limit twice: {toml_repr(self.token_limits)}")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RecordConfig(Table):
     tokens: bool = config_field(
         False,
@@ -307,7 +290,7 @@ class RecordConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class CriticConfig(Table):
     trunk: str = config_field(
         "own",
@@ -319,10 +302,10 @@ class CriticConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ReferenceConfig(Table):
     refresh_every: int = config_field(
-        0, "steps after which the reference is refreshed from the policy; 0: never", min=0, advanced=True
+        0, "steps after which the reference of the KL is refreshed from the policy; 0: never", min=0, advanced=True
     )
     refresh_fraction: float = config_field(
         1.0,
@@ -334,7 +317,7 @@ class ReferenceConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class IterationConfig(Table):
     SWITCH = ("steps",)
 
@@ -393,7 +376,7 @@ class IterationConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ProcessConfig(Table):
     boundary: str = config_field(
         "",
@@ -423,33 +406,7 @@ class ProcessConfig(Table):
         check_function_name(self.boundary, "process.boundary")
 
 
-@dataclass(frozen=True)
-class ClusterConfig(Table):
-    shards: int = config_field(
-        0,
-        "logical shards of a step, a power of two; results depend on this number and not on that of the ranks "
-        "(torchrun), which must divide it; 0: as many as there are ranks",
-        min=0,
-        max=1024,
-        advanced=True,
-    )
-    weights: str = config_field(
-        "auto",
-        "weights of several ranks, with LoRA the frozen ones: replicate (each rank has all), fsdp (sharded by FSDP2, "
-        "which needs less memory and more messages), or auto, which replicates if the memory suffices; a resumed run "
-        "may change it",
-        choices=("auto", "replicate", "fsdp"),
-        advanced=True,
-    )
-    exact: bool = config_field(
-        True,
-        "for fsdp: the bits of replicated weights, for an fp32 gradient of all weights on each rank; false saves its "
-        "memory and adds in another order; no effect with LoRA, whose sums are always exact",
-        advanced=True,
-    )
-
-
-@dataclass(frozen=True)
+@table(frozen=True)
 class RunConfig(RunBase):
     """One training run on a language model."""
 

@@ -1,8 +1,9 @@
-"""Processors, memory and ranks of the machine, and what exceeds them, without importing torch."""
+"""Processors, memory and ranks of the machine, how its threads wait, and what exceeds them, without importing torch."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from covey.config.common import ConfigError
@@ -10,11 +11,26 @@ from covey.config.common import ConfigError
 THREADS_A_PROCESSOR = 16
 LEAST_THREAD_LIMIT = 256  # a run may be resumed on a smaller machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# How long a thread of OpenMP waits for the next loop before it sleeps: GCC's library counts turns of a loop, Intel's
+# and LLVM's milliseconds. Their own choices (300,000 and 200) take the cores from other programs; see docs/speed.md.
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
+_WAITING_POLICY = "OMP_WAIT_POLICY"  # the standard's, which chooses for every library
 
 
 def processors() -> int:
     """Number of processors that this process may use; taskset and containers may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def wait_briefly() -> None:
+    """Let the threads of OpenMP wait briefly, unless the user has set how, or torch is loaded, which has read it."""
+    if "torch" not in sys.modules and not waiting():
+        os.environ.update(WAITING)
+
+
+def waiting() -> dict[str, str]:
+    """The variables that say how the threads of OpenMP wait, as far as they are set."""
+    return {name: os.environ[name] for name in (_WAITING_POLICY, *WAITING) if name in os.environ}
 
 
 def memory_bytes() -> int | None:

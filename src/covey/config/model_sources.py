@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import ConfigError, Fault, Table, config_field
+from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.fields import command, did_you_mean, did_you_mean_file
 from covey.config.files import faults_of, path_error, read_below, read_json, read_toml, unusual_kind, user_path
 
@@ -330,7 +330,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class LoRAConfig(Table):
     SWITCH = ("rank", "adapter")
 

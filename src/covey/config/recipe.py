@@ -205,6 +205,8 @@ def _resolve(name: str, hints: dict[str, Any], root: type, tables: dict[str, Any
         return name
     if f"{name}.id" in hints:  # --environment NAME, as --task NAME
         return f"{name}.id"
+    if name == "sampler" and root is RunConfig:
+        return "sampler.kind"
     shown = f"--{name.replace('_', '-')}"
     matches = [dotted for dotted in hints if dotted.rpartition(".")[2] == name]
     of_sft = [dotted for dotted in matches if dotted.startswith(f"{SFT_TABLE}.")]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import ConfigError, Fault, Table, config_field, refuse
+from covey.config.common import ConfigError, Fault, Table, config_field, refuse, table
 from covey.config.fields import missing_file, or_list
 from covey.config.files import parse_json, read_file, shortened, user_path
 from covey.config.machine import processors
@@ -149,7 +149,7 @@ _of_judge = partial(config_field, advanced=True, used_by=("judge",))
 _of_tags = partial(config_field, advanced=True, used_by=("tags",))
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RewardConfig(Table):
     """A [[rewards]] table: a built-in reward, a function, a judge or a reward model.
 

@@ -19,12 +19,13 @@ from covey.config.common import (
     ConfigError,
     Default,
     Fault,
+    check_shards,
     importance_cap,
     refuse,
 )
 from covey.config.control import ControlConfig
 from covey.config.fields import check_fields, command, get_type_hints, or_list, toml_repr
-from covey.config.llm import RunConfig, check_shards, largest_divisor
+from covey.config.llm import RunConfig, largest_divisor
 from covey.config.machine import check_threads, refuse_above
 from covey.config.model_sources import locate_model
 from covey.config.rewards import RewardConfig, check_reward
@@ -88,8 +89,8 @@ def validate(
     if not own_environment and config.has_conversations:
         config.conversation.check_name()
     _check_size(config)
-    check_shards(config.cluster.shards, config.sampling.prompts_per_step)
-    if config.sampler.kind != "local" and not config.sampler.start and not config.sampler.token_file:
+    check_shards(config.cluster.shards, config.sampling.prompts_per_step, "sampling.prompts_per_step")
+    if config.sampler.kind != "local" and not config.sampler.started and not config.sampler.token_file:
         serve = command("serve", config.model)
         read_token(default_token_file(), f"{serve} creates the access token, start it first")
     for number, reward in enumerate(config.rewards, start=1):
@@ -117,6 +118,7 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
     refuse((*config.chat.faults(), *_unused(config, "conversation."), *_conversation(config)))
     config.chat.check()
     check_threads(config.threads)
+    check_shards(config.cluster.shards, config.sft.batch_size, "sft.batch_size")
     if config.lora.is_used:
         raise ConfigError(
             "covey sft trains all weights, and [lora] asks for an adapter: give --lora.rank 0 (and remove "

@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from covey.config.common import ConfigError, Fault, Table, config_field
+from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.fields import missing_file
 from covey.config.files import make_folder, path_error, read_file, shortened, user_path
+from covey.config.named_modules import entry_points_of
 
 ENDPOINT = "/chat/completions"
 
@@ -203,14 +204,37 @@ def own_token(path: Path) -> str:
     return read_token(path, "the access token")
 
 
-@dataclass(frozen=True)
+VLLM_PYTHON = ".scale-venv/bin/python"
+PROMPT_ROOM = 2048  # tokens of a prompt for which a vLLM has room that a run starts
+
+
+def vllm_launcher(what: str) -> str:
+    """The entry point that starts vLLM; `what` needs it.
+
+    Raises:
+        ConfigError: without the package that has it.
+    """
+    if not (launcher := entry_points_of("covey.servers").get("vllm", "")):
+        raise ConfigError(f'{what} needs the package covey-vllm here, beside covey: pip install "covey[vllm]"')
+    return launcher
+
+
+def no_vllm(python: str) -> str:
+    """The end of a message: this is not an interpreter."""
+    return (
+        f"there is no vLLM environment at {python}: `make scale` in covey's repository creates .scale-venv; name its "
+        "bin/python"
+    )
+
+
+@table(frozen=True)
 class SamplerConfig(Table):
     SWITCH = ("kind",)
 
     kind: str = config_field(
         "local",
-        "where completions are generated: in the training process (local), by covey serve (covey), or by covey serve "
-        "--vllm (vllm)",
+        "where completions are generated: in the training process (local), by covey serve (covey), or by vLLM, which "
+        "the run starts beside itself unless it names servers (vllm)",
         choices=("local", "covey", "vllm"),
         advanced=True,
     )
@@ -245,6 +269,29 @@ class SamplerConfig(Table):
     attempts: int = config_field(
         3, "samplers that the completions of a prompt are asked for, one after the other", min=1, max=100, advanced=True
     )
+    sleep: bool = config_field(
+        False,
+        "vLLM frees its memory of the GPU between samplings (covey serve --vllm --sleep); one that the run starts on a "
+        "GPU always does",
+        advanced=True,
+    )
+    vllm_memory: float = config_field(
+        0.0,
+        "fraction of the GPU's memory of a vLLM that the run starts, while it samples; 0: what the run leaves",
+        min=0,
+        max=0.98,
+        advanced=True,
+    )
+    vllm_python: str = config_field(
+        VLLM_PYTHON, "interpreter of vLLM's environment, for a run that starts it", advanced=True
+    )
+    vllm_tokens: int = config_field(
+        0,
+        f"longest prompt with its completion in a vLLM that the run starts; 0: {PROMPT_ROOM} more than a rollout",
+        min=0,
+        max=1 << 17,
+        advanced=True,
+    )
     max_mismatch: float = config_field(
         3.0,
         "a sampler is refused if its log-probabilities differ from the trainer's by this multiple of the difference at "
@@ -257,21 +304,31 @@ class SamplerConfig(Table):
     def faults(self) -> Iterator[Fault]:
         if self.kind == "local":
             return
-        if self.kind == "vllm" and self.start:
-            yield Fault(
-                "sampler.start starts covey serve: for vLLM, start covey serve --vllm, and name it in sampler.servers"
-            )
+        if self.kind == "vllm" and self.start > 1:
+            yield Fault("a run starts one vLLM: remove sampler.start, or start others and name them in sampler.servers")
         if self.start and self.servers:
             yield Fault("sampler has both servers and start: name running servers, or let the run start them")
-        if not self.start and not self.servers:
-            start = "covey serve --vllm" if self.kind == "vllm" else "covey serve, or set sampler.start"
-            yield Fault(f"sampler.kind is {self.kind}, and sampler.servers names no server: start {start}")
+        if not self.started and not self.servers:
+            yield Fault(
+                "sampler.kind is covey, and sampler.servers names no server: start covey serve, or set sampler.start"
+            )
+        if self.sleep and self.kind != "vllm":
+            yield Fault("sampler.sleep is for vLLM: remove it, or set sampler.kind to vllm")
         if self.transport == "group" and self.folder:
             yield Fault("sampler.folder is for files, and sampler.transport is group: remove one of them")
+
+    @property
+    def started(self) -> int:
+        """Number of servers that the run starts."""
+        return self.start or int(self.kind == "vllm" and not self.servers)
 
     def check(self) -> None:
         if self.kind == "local":
             return
+        if self.kind == "vllm" and self.started:
+            vllm_launcher("sampler.kind vllm")
+            if not os.access(user_path(self.vllm_python), os.X_OK):
+                raise ConfigError(f"sampler.vllm_python: {no_vllm(self.vllm_python)}")
         hosts = [_host(address) for address in self.servers]
         if len(set(hosts)) < len(hosts):
             raise ConfigError("sampler.servers has an address twice: name each server once")
@@ -360,7 +417,7 @@ LONGEST_PROBE = 64  # tokens; the probe at the start needs less
 class VllmOptions:
     """The options of `covey serve --vllm` beside those of `covey serve`."""
 
-    vllm_python: str = config_field(".scale-venv/bin/python", "the interpreter of its environment")
+    vllm_python: str = config_field(VLLM_PYTHON, "the interpreter of its environment")
     slots: int = config_field(64, "completions generated at once", min=1, max=4096)
     max_model_len: int = config_field(
         2048, "longest prompt with its completion, in tokens", min=LONGEST_PROBE, max=1 << 20
@@ -369,4 +426,8 @@ class VllmOptions:
         0, "tokens in a forward pass, at least --max-model-len; 0: chosen", min=0, max=1 << 20
     )
     kv_gib: int = config_field(2, "on CPUs: GiB of keys and values", min=1, max=1024)
+    gpu_memory: float = config_field(
+        0.0, "on GPUs: fraction of the memory that it takes; 0: vLLM's own, about 0.9", min=0, max=0.98
+    )
+    sleep: bool = config_field(False, "on GPUs: lets a run with sampler.sleep free that memory between samplings")
     eager: bool = config_field(False, "start sooner, without compilation, and generate more slowly")

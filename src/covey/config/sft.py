@@ -4,12 +4,20 @@ name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from covey.config.common import TRACKERS, ConfigError, Table, check_trackers, config_field
+from covey.config.common import (
+    TRACKERS,
+    ClusterConfig,
+    ConfigError,
+    Table,
+    check_shards,
+    check_trackers,
+    config_field,
+    table,
+)
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
 from covey.config.model_sources import (
@@ -44,7 +52,7 @@ def is_sampled(data: str) -> bool:
     return data == SAMPLES or is_run(data)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SupervisedBase(Table):
     """Fields that trainings on given examples share."""
 
@@ -62,7 +70,7 @@ class SupervisedBase(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class SFTConfig(SupervisedBase):
     data: str = config_field(
         "",
@@ -148,7 +156,7 @@ class RewardModelKind(StrEnum):
         return f"{'an' if self.noun.startswith('o') else 'a'} {self.noun}"
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RewardModelConfig(SupervisedBase):
     """Training of a reward model."""
 
@@ -192,9 +200,9 @@ class RewardModelConfig(SupervisedBase):
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
 
 
-@dataclass(frozen=True)
-class RewardModelTraining(RewardModelConfig):
-    """The config of a run of `covey reward-model train`."""
+@table(frozen=True)
+class RewardModelTraining(ClusterConfig, RewardModelConfig):
+    """The config of a run of `covey reward-model train`; the fields of [cluster] are among its own."""
 
     data: str = config_field("", "file of the training data")
     held_out: str = config_field("", "file of the held-out examples; empty: a fraction of the data is held out")
@@ -217,6 +225,7 @@ def check_training(config: RewardModelConfig) -> None:
     check_fields(config)
     if isinstance(config, RewardModelTraining):
         check_trackers(config.trackers)
+        check_shards(config.shards, config.batch_size, "batch_size")
     if not config.step_separator:
         raise ConfigError("step_separator is empty, but a step's score is read at its last token: give a text")
     if not config.grade_column or config.grade_column in ("prompt", "completion"):

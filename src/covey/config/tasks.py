@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.common import ConfigError, Table, config_field
+from covey.config.common import ConfigError, Table, config_field, table
 from covey.config.files import read_assignments
 from covey.config.named_modules import check_data
 from covey.config.rewards import BUILT_IN_REWARDS
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ArithmeticConfig(Table):
     digits: tuple[int, ...] = config_field((2,), "digits of an operand, drawn evenly from this list", min=1, max=12)
     operators: tuple[str, ...] = config_field(
@@ -25,7 +24,7 @@ class ArithmeticConfig(Table):
     instruction: str = config_field("Reply with the number only.", "sentence added to the question", advanced=True)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class CountdownConfig(Table):
     numbers: int = config_field(3, "given numbers", min=2, max=6)
     largest: int = config_field(20, "largest given number", min=2, advanced=True)
@@ -34,7 +33,7 @@ class CountdownConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class WordProblemsConfig(Table):
     steps: tuple[int, ...] = config_field(
         (2,), "reasoning steps of a problem, drawn evenly from this list (1 to 4)", min=1, max=4
@@ -42,7 +41,7 @@ class WordProblemsConfig(Table):
     largest: int = config_field(20, "largest number in a problem", min=2, advanced=True)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class RunningTotalConfig(Table):
     steps: tuple[int, ...] = config_field(
         (3,), "additions and subtractions, drawn evenly from this list", min=1, max=12
@@ -51,7 +50,7 @@ class RunningTotalConfig(Table):
     examples: int = config_field(3, "solved examples before the problem", min=0, max=3, advanced=True)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class CodeFunctionsConfig(Table):
     cases: int = config_field(6, "hidden cases of a function", min=2, max=100, advanced=True)
     steps: tuple[int, ...] = config_field(
@@ -60,25 +59,25 @@ class CodeFunctionsConfig(Table):
     examples: int = config_field(2, "solved examples before the problem", min=0, max=2, advanced=True)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class GuessNumberConfig(Table):
     highest: int = config_field(100, "numbers are from 1 to this one", min=20, max=1_000_000)
     guesses: int = config_field(7, "guesses of a game", min=1, max=100)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class MazeConfig(Table):
     size: int = config_field(4, "a maze has this many rows and columns", min=3, max=20)
     moves: int = config_field(10, "moves of a walk; at least the size", min=3, max=200)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class LookupConfig(Table):
     documents: int = config_field(10, "texts of a row, one of which has the answer", min=1, max=200)
     instruction: str = config_field("Search the texts.", "sentence added to the question", advanced=True)
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class EnvironmentTaskConfig(Table):
     instruction: str = config_field("", "text of the prompt before the first observation of the environment")
     held_out_fraction: float = config_field(
@@ -90,7 +89,7 @@ class EnvironmentTaskConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class HumanEvalConfig(Table):
     held_out_fraction: float = config_field(
         0.5,
@@ -100,7 +99,7 @@ class HumanEvalConfig(Table):
     )
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class DatasetConfig(Table):
     path: str = config_field(
         "",
@@ -129,7 +128,7 @@ class DatasetConfig(Table):
             check_data(self.held_out_path, "task.held_out_path")
 
 
-@dataclass(frozen=True)
+@table(frozen=True)
 class ReasoningGymConfig(Table):
     source_dataset: str = config_field(
         "chain_sum", "name of a data set of the package reasoning_gym, such as chain_sum or leg_counting"

@@ -4,6 +4,7 @@ from covey.data.collate import collate
 from covey.data.protocols import (
     Checkpoints,
     Critic,
+    ExampleTrainer,
     Grader,
     Observer,
     Policy,
@@ -15,6 +16,7 @@ from covey.data.protocols import (
     Stateless,
     Task,
     Team,
+    TrainingExample,
 )
 from covey.data.records import PromptTable, RolloutCredit, StepRecord, TokenTable
 from covey.data.serialization import decode_groups, encode_groups
@@ -25,6 +27,7 @@ __all__ = [
     "Checkpoints",
     "Critic",
     "EndReason",
+    "ExampleTrainer",
     "Grader",
     "Group",
     "Observer",
@@ -44,6 +47,7 @@ __all__ = [
     "Task",
     "Team",
     "TokenTable",
+    "TrainingExample",
     "collate",
     "decode_groups",
     "encode_groups",

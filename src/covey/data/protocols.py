@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -36,6 +36,18 @@ class Team:
         in every pass, so all ranks make as many as the one with the most. Every rank must call it.
         """
         return own
+
+
+class TrainingExample(Protocol):
+    """An example of a supervised training."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of its longest sequence."""
+
+    @property
+    def content(self) -> Hashable:
+        """Key that is equal for examples with the same prompt, which is computed once."""
 
 
 class SamplerWeights(Protocol):
@@ -84,6 +96,15 @@ class Stateless:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class ExampleTrainer(Stateful, Protocol):
+    """A model with its optimizer, trained on minibatches of examples."""
+
+    step: int  # optimizer steps so far
+
+    def train_step(self, examples: Sequence[Any]) -> dict[str, float]:
+        """One optimizer step on a minibatch; returns its metrics."""
 
 
 class Sampler(Stateful, Protocol):

@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
-from covey.config.files import read_below
+from covey.config.files import MemoryFault, read_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
 from covey.config.sft import RewardModelTraining
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # it imports torch, and `covey compare` reports a mistake bef
 
 Config = RunConfig | ControlConfig | RewardModelTraining
 
+ADAPTER_RANK = 16  # of the adapter that is proposed if the weights of a model are too large
 LOWER = 3  # divisor of the learning rate if a policy got worse
 SAMPLES = 16  # answers to each problem in an advised evaluation
 LAST_SEED = 2**32 - 1
@@ -141,6 +143,55 @@ def start_again(launch: Launch, config: Config, run_dir: Path) -> str:
         word for name, value in split_overrides(fields) if not _names(name, "run_dir") for word in (f"--{name}", value)
     ]
     return command(*training_command(config).split(), recipe, *words, "--run-dir", f"{run_dir}-again")
+
+
+# Memory and time depend on these settings, and results in their last bits alone: a resumed run may change them.
+_UPDATE, _SAMPLING = ("update.microbatch_tokens", "update.recompute", "microbatch_tokens"), ("sampling.rows_at_once",)
+MEMORY_FIELDS = (*_UPDATE, *_SAMPLING)
+_STATE = ("update.eight_bit_moments", "lora.rank")  # these belong to a run
+# Phase of a run -> modules in whose functions it is, innermost first, and the settings that need less memory there.
+_PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "in the optimizer": (("covey.runtime.optimizer",), _STATE),
+    "in a checkpoint": (("covey.runtime.checkpoint", "covey.experiment.resuming"), _STATE),
+    "in an evaluation": (("covey.experiment.evaluation",), _SAMPLING),
+    "while grading": (("covey.llm.grader",), ()),
+    "while sampling": (("covey.train.collect",), _SAMPLING),
+    "in the update": (("covey.train.prepare", "covey.train.update", "covey.train.supervised"), _UPDATE),
+    "while the model is loaded": (("covey.llm.model.loading", "covey.experiment.models"), _STATE),
+}
+
+
+def less_memory(fault: MemoryFault, error: BaseException, config: Config | None, where: str = "") -> MemoryFault:
+    """The fault with the phase of the run in which it was raised, and what to change, with today's values.
+
+    Args:
+        fault: made of `error`.
+        error: whose traceback names the phase.
+        config: of the run, if there is one.
+        where: the file in which settings are changed before the run is resumed; empty: the run has not begun.
+    """
+    modules = {frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)}
+    found = (one for one in _PHASES.items() if not modules.isdisjoint(one[1][0]))
+    phase, (_, names) = next(found, ("", ((), ())))
+    changes = " or ".join(change for name in names if (change := _smaller(config, name)))
+    if not changes:
+        return MemoryFault(fault.reason, phase and f" {phase}")
+    place = ", in a new run" if names is _STATE else f" in {where}" if where else ""
+    return MemoryFault(fault.reason, f" {phase}", f"close other programs, or {changes}{place}")
+
+
+def _smaller(config: Config | None, name: str) -> str:
+    """A change of a setting that needs less memory, with its present value; empty if there is none."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if value is False:
+        return f"set {name} = true (is false)"
+    if value == 0 and isinstance(config, RunConfig):
+        adapter = name == "lora.rank"
+        smallest, now = (ADAPTER_RANK, "0") if adapter else (config.sampling.group_size, "0, chosen by memory")
+        return f"set {name} = {smallest} (is {now})"
+    return "" if value in (None, True, 1) else f"lower {name} (is {value})"
 
 
 def go_on(launch: Launch, run_dir: str | Path) -> str:

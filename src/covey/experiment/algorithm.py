@@ -22,6 +22,7 @@ from covey.algorithms import (
     KLPenalty,
     KLPlacement,
     KLToBehavior,
+    default_kl,
 )
 from covey.algorithms.advantages import Advantages
 from covey.config import CRITIC_FREE, ConfigError, ControlConfig, LossBase, RunConfig, UpdateBase
@@ -57,7 +58,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     """
     build = ALGORITHMS[name]
     parameters = inspect.signature(build).parameters
-    default: KLPenalty = parameters["kl"].default
+    default = default_kl(name)
     coefficient = default.coefficient(1) if loss.kl_coefficient is None else loss.kl_coefficient
     estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.placement.estimator
     schedule = schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps)

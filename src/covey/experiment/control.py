@@ -142,8 +142,7 @@ class ControlBuilder(ExperimentBuilder):
         policy = build_policy(config, self.environments)
         sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](config.discount))
         critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
-        has_kl = any(map(algorithm.kl.coefficient, range(1, config.steps + 1)))
-        needs_reference = has_kl and algorithm.kl.placement.needs_reference
+        needs_reference = algorithm.kl.acts_within(config.steps) and algorithm.kl.placement.needs_reference
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         evaluation = EpisodeEvaluation(config, policy, self._evaluation_environments(), display)
         parts = Components(

@@ -11,6 +11,7 @@ from covey.config.fields import plural
 from covey.config.rules import VERIFIER
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group, Start
+from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.grader import RewardGrader
 from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepLabeller, StepSource
 from covey.llm.reward_models.iteration import IteratedRewardModel, Record
@@ -73,12 +74,14 @@ def build_iterated_reward_model(
             advance(1)
         return groups
 
+    training = _training_config(config, runner)
     return IteratedRewardModel(
         config.iteration,
-        _training_config(config, runner),
+        training,
         source,
         proxy,
         _each_time_but_first(runner),
+        lambda model: build_reward_trainer(model, training, source.objective),
         sample,
         IterationMonitor(store, display),
     )

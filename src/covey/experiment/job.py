@@ -15,11 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from covey.config import ConfigError, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
+from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
 from covey.config.fields import command
-from covey.config.files import faults_of, machine_error
+from covey.config.files import MemoryFault, faults_of, machine_error
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_to_dict, write_config
+from covey.config.sft import RewardModelTraining
 from covey.data import Observer, StepRecord, Team
 from covey.experiment import advice
 from covey.experiment.advice import Config, Finished, Launch
@@ -33,7 +34,7 @@ from covey.experiment.resuming import (
 )
 from covey.runtime.checkpoint import CheckpointFolder, PartOfCheckpoints, ReadCheckpoints
 from covey.runtime.device import differences, peak_memory_bytes
-from covey.runtime.distributed import ALONE, asked_any, exchange_json
+from covey.runtime.distributed import ALONE, asked_any, exchange_json, team_of
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
 from covey.tracking.console import Display, RunResult
@@ -313,6 +314,26 @@ def _trackers(config: Config, store: RunStore, launch: Launch, display: Display)
     return open_trackers(replace(config, trackers=()) if own_rank() else config, store, launch.title, display.note)
 
 
+def team_for(config: Config, parameters: int | None = None) -> Team:
+    """The ranks that train this config together. Call it within `joined_ranks`.
+
+    Args:
+        parameters: of a reward model, the number of its weights.
+    """
+    if isinstance(config, ControlConfig):
+        return ALONE
+    cluster = config if isinstance(config, RewardModelTraining) else config.cluster
+    team = team_of(cluster.shards)
+    if cluster.weights == "replicate" or team.size == 1:
+        return team
+    if cluster.weights == "auto":
+        from covey.experiment.plan import must_shard  # imported here, because transformers takes seconds
+
+        if not must_shard(config, team, parameters):
+            return team
+    return team_of(cluster.shards, sharded=True)
+
+
 @contextmanager
 def open_store(team: Team, run_dir: str | Path | Callable[[], Path], *, resume: bool = False) -> Iterator[RunStore]:
     """Context manager: the run folder on rank 0, on every other rank a temporary folder, because only rank 0 writes.
@@ -347,7 +368,7 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
     Args:
         store: the run folder.
         launch: the command or call that began the run.
-        config: of a run that begins.
+        config: of the run.
     """
     try:
         try:
@@ -360,12 +381,15 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
         fault = machine_error(error)
         if fault is None:
             raise
-        then = "start the run again"
+        then, where = "start the run again", ""
         with suppress(OSError):
             if store.began or holds_run(store.run_dir):
                 then = f"go on with: {advice.go_on(launch, store.run_dir)}"
+                where = str(store.run_dir / CONFIG_FILE)
             elif config is not None:
                 then = f"start again with: {advice.start(launch, config, {}, keep_folder=True)}"
+        if isinstance(fault, MemoryFault):
+            fault = advice.less_memory(fault, error, config, where)
         raise MachineError(f"{fault}; then {then}") from error
 
 
@@ -385,11 +409,12 @@ def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Job]:
         launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
         with faults_of_run(store, launch):
             origin, config, notes = read_beginning(store.shared_dir)
-            own = resuming_command(store.shared_dir)
-            if own != kind:
-                raise ConfigError(
-                    f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
-                )
+        own = resuming_command(store.shared_dir)
+        if own != kind:
+            raise ConfigError(
+                f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
+            )
+        with faults_of_run(store, launch, config):
             yield Job(store, launch, config, origin, notes, resuming=True)
 
 

@@ -39,6 +39,7 @@ from covey.experiment.models import (
     load_policy,
     with_outputs,
 )
+from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
@@ -49,8 +50,8 @@ from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks.prompt_limit import Note
-from covey.runtime.device import build_machine, environment
-from covey.runtime.distributed import ALONE, describe_team
+from covey.runtime.device import build_machine, environment, idle_gpus_note
+from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
@@ -66,6 +67,7 @@ from covey.train.collect import (
 )
 from covey.train.iterate import iterate
 from covey.train.loop import train
+from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.replay import build_replay
 from covey.train.selection import ByExpectedSignal, PromptSelection
@@ -102,6 +104,7 @@ class LLMBuilder(ExperimentBuilder):
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
+        with_vllm_memory(self.config, self.chosen.device)
         self._adapter_notes = check_first_adapter(self.config)
         kind = build_rollout_kind(self.config, environment)
         self._open.callback(kind.close)
@@ -138,7 +141,8 @@ class LLMBuilder(ExperimentBuilder):
     @property
     def notes(self) -> list[str]:
         of_problem = self.problem.notes(self.config.evaluation.problems, "evaluation.problems")
-        return [*of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
+        idle = filter(None, [idle_gpus_note(self.chosen.device)])
+        return [*idle, *of_problem, *self._prompt_notes, *self.problem.kind.notes(), *self._adapter_notes]
 
     def describe(self) -> str:
         config, sampling = self.config, self.config.sampling
@@ -152,7 +156,7 @@ class LLMBuilder(ExperimentBuilder):
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        """Load the model, copy it as the reference, and build the components."""
+        """Load the model, copy it as the reference if the run has a KL, and build the components."""
         config, chosen = self.config, self.config.selection
         loaded = self._load(store, display)
         self._note = display.note
@@ -163,10 +167,12 @@ class LLMBuilder(ExperimentBuilder):
             display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
         algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
-        reference = loaded.adaptation.reference(loaded.policy)
+        reference = loaded.adaptation.reference(loaded.policy) if algorithm.kl.acts_within(config.steps) else None
         models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
-        policy = with_outputs(models, config, algorithm)
-        loaded.sampler.generator, sampler_weights = build_generator(config, models.policy, self.team)
+        policy = with_outputs(models, algorithm)
+        room = None if isinstance(self.team, ShardedTeam) else sampling_room(config)
+        sampled = with_vllm_memory(config, self.chosen.device)
+        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team, room)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)
@@ -186,7 +192,7 @@ class LLMBuilder(ExperimentBuilder):
             sampler=loaded.sampler,
             grader=grader,
             policy=policy,
-            reference=models.reference,
+            reference=models.reference or NO_REFERENCE,
             reference_updater=build_reference_updater(config, models),
             algorithm=algorithm,
             learners=learners,
@@ -306,9 +312,9 @@ def build_llm_algorithm(
 def build_reference_updater(config: RunConfig, models: Models) -> ReferenceUpdater:
     """In an iterative run, the reference of an iteration is the policy at its beginning."""
     every = config.reference.refresh_every or config.iteration.steps
-    if not every:
-        return ReferenceUpdater()
     reference, leader = models.reference, models.policy
+    if not every or reference is None:
+        return ReferenceUpdater()
     return EMAWeights(
         reference.trained,
         leader.trained,

@@ -9,7 +9,8 @@ All weights are trained, or an adapter (LoRA) of frozen weights:
 | sharded by FSDP2 | all weights                 | the frozen weights; every rank has the whole adapter                |
 | saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
 
-The reference has a copy of the adapter if the run begins with an adapter, or refreshes its reference.
+A run whose KL coefficient is always 0 has no reference. The reference has a copy of the adapter if the run begins with
+an adapter, or refreshes its reference.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from covey.algorithms import Algorithm, KLFromOutput
-from covey.config import ConfigError, RunConfig
+from covey.config import ClusterConfig, ConfigError, RunConfig
 from covey.config.model_sources import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FOLDER,
@@ -80,6 +81,16 @@ class Division(Protocol):
         """The weights; every rank keeps the parameters of `whole`."""
 
 
+class Packed(Protocol):
+    """A policy or a reward model."""
+
+    module: Any  # a model of transformers
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a microbatch is one forward pass."""
+
+
 class AllWeights:
     """All weights of a policy's model are trained."""
 
@@ -98,10 +109,10 @@ class AllWeights:
         return LanguageCritic(policy, own_trunk=trunk == "own")
 
     def divide(
-        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
-    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        self, policy: LanguagePolicy, reference: LanguagePolicy | None, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy | None]:
         """The policy and its reference after the ranks have divided their weights."""
-        reference = reference.with_outputs(weights=shard(reference.module))
+        reference = reference and reference.with_outputs(weights=shard(reference.module))
         return policy.with_outputs(weights=shard(policy.module)), reference
 
     def checksum(self, policy: LanguagePolicy) -> str:
@@ -147,12 +158,12 @@ class AdapterOnly(AllWeights):
         return AdapterCritic(policy, add_adapter(policy.module, self.adapter.lora, CRITIC, seed=self.seed, base=base))
 
     def divide(
-        self, policy: LanguagePolicy, reference: LanguagePolicy, shard: Division
-    ) -> tuple[LanguagePolicy, LanguagePolicy]:
+        self, policy: LanguagePolicy, reference: LanguagePolicy | None, shard: Division
+    ) -> tuple[LanguagePolicy, LanguagePolicy | None]:
         _ = self.adapter.base.checksum  # computed and kept now, because a rank has only parts of the weights later
         base = shard(policy.module, whole=all_factors(policy.module))
         name = REFERENCE if self.copies_reference else None
-        reference = reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
+        reference = reference and reference.with_outputs(weights=AdapterWeights(policy.module, name, base))
         return policy.with_outputs(weights=base), reference
 
     def checksum(self, policy: LanguagePolicy) -> str:
@@ -283,10 +294,10 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: AllWeigh
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, its reference and its critic, if there is one."""
+    """The policy, and its reference and its critic, if there is one."""
 
     policy: LanguagePolicy
-    reference: LanguagePolicy
+    reference: LanguagePolicy | None
     critics: Sequence[LanguageCritic]
     critic_weights: Sequence[Weights]  # of the trunks of the critics
 
@@ -312,7 +323,7 @@ class Models:
         return [(MODEL_FOLDER, self.policy.collect()), *critics]
 
 
-def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str, team: Team) -> None:
+def check_same_weights(checksum: Callable[[], str], name: str, team: Team) -> None:
     """Compare the weights that the ranks have loaded; every rank calls it, before the ranks divide them.
 
     Later only trained weights are compared, and of divided weights no rank has more than its rows.
@@ -322,7 +333,7 @@ def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str
     """
     if team.size == 1:
         return
-    first, *others = exchange_json(team, adaptation.checksum(policy))
+    first, *others = exchange_json(team, checksum())
     for rank, other in enumerate(others, 1):
         if other != first:
             raise ConfigError(
@@ -330,9 +341,35 @@ def check_same_weights(policy: LanguagePolicy, adaptation: AllWeights, name: str
             )
 
 
+def sharding(model: Packed, cluster: ClusterConfig, team: Team) -> Division:
+    """How FSDP2 divides the weights of a model.
+
+    Raises:
+        ConfigError: if its forward passes are not as many as its microbatches.
+    """
+    if not model.shares_prompts:
+        raise ConfigError(
+            f"the weights of {type(model.module).__name__} cannot be sharded, because its rows are evaluated one by "
+            'one: set cluster.weights = "replicate"'
+        )
+    from covey.runtime.fsdp import shard  # imported here, because one process never needs it
+
+    return partial(shard, dtype=model.module.dtype, team=team, exact=cluster.exact)
+
+
+def divide_alone(model: Packed, name: str, cluster: ClusterConfig, team: Team) -> Weights:
+    """Shard the weights of a model without reference and critic, if the ranks of the team divide them.
+
+    Raises:
+        ConfigError: as `divide`.
+    """
+    check_same_weights(partial(checksum_of_base, model.module), name, team)
+    return sharding(model, cluster, team)(model.module) if isinstance(team, ShardedTeam) else WHOLE
+
+
 def divide(
     policy: LanguagePolicy,
-    reference: LanguagePolicy,
+    reference: LanguagePolicy | None,
     critics: Sequence[LanguageCritic],
     adaptation: AllWeights,
     config: RunConfig,
@@ -344,26 +381,19 @@ def divide(
         ConfigError: if the ranks have loaded different weights, or the forward passes of the model are not as many as
             its microbatches.
     """
-    check_same_weights(policy, adaptation, config.model, team)
+    check_same_weights(partial(adaptation.checksum, policy), config.model, team)
     if not isinstance(team, ShardedTeam):
         return Models(policy, reference, critics, [WHOLE for _ in critics])
-    if not policy.shares_prompts:
-        raise ConfigError(
-            f"the weights of {type(policy.module).__name__} cannot be sharded, because its rollouts are evaluated one "
-            'by one: set cluster.weights = "replicate"'
-        )
-    from covey.runtime.fsdp import shard  # imported here, because one process never needs it
-
-    division = partial(shard, dtype=policy.module.dtype, team=team, exact=config.cluster.exact)
+    division = sharding(policy, config.cluster, team)
     critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
     policy, reference = adaptation.divide(policy, reference, division)
     critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]
     return Models(policy, reference, critics, critic_weights)
 
 
-def with_outputs(models: Models, config: RunConfig, algorithm: Algorithm) -> LanguagePolicy:
+def with_outputs(models: Models, algorithm: Algorithm) -> LanguagePolicy:
     """The policy with the additional outputs that its loss needs: values, exact KL."""
     extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.trains_trunk]
-    if isinstance(algorithm.kl.placement, KLFromOutput) and config.kl_coefficient != 0:
+    if isinstance(algorithm.kl.placement, KLFromOutput) and models.reference is not None:
         extra.append(KLToReference(models.reference))
     return models.policy.with_outputs(*extra)

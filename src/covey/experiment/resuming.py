@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from covey.config.files import faults_of, machine_error, read_below
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
 from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
 from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
-from covey.experiment.advice import Config, Launch, go_on
+from covey.experiment.advice import MEMORY_FIELDS, Config, Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
@@ -85,18 +86,31 @@ def _read_config(run_dir: Path, origin: Origin | None) -> tuple[Config, list[str
             raise
         raise ConfigError(f"{error}; delete {path}, and the run takes its settings from {ORIGIN_FILE}") from error
     if origin is not None:
-        _refuse_changed(config, origin, run_dir)
+        notes += _refuse_changed(config, origin, run_dir)
     return replace(config, run_dir=str(run_dir)), notes
 
 
-def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> None:
-    began, now = origin["config"] | {"run_dir": ""}, plain_config(config)
-    if isinstance(config, RunConfig):  # the division of the weights changes no bit
-        began["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
-    began["trackers"] = now["trackers"]  # a resumed run may change them
+def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> list[str]:
+    """Notes on settings that may have changed since the run began.
+
+    Raises:
+        ConfigError: for the first other one.
+    """
+    began, now, notes = copy.deepcopy(origin["config"]) | {"run_dir": ""}, plain_config(config), []
+    for name in MEMORY_FIELDS:
+        (before, key), (after, _) = _table_of(began, name), _table_of(now, name)
+        if key in before and key in after and before[key] != after[key]:
+            notes.append(f"{name} was {_value(began, name)} and is {_value(now, name)}: the last bits may differ")
+            before[key] = after[key]
+    kept = {"trackers": now["trackers"]}  # a resumed run may change them
+    if isinstance(config, RewardModelTraining):  # a run of an older version has not all fields
+        began, kept = plain_config(RewardModelTraining()) | began, kept | {"weights": config.weights}
+    elif isinstance(config, RunConfig):  # the division of the weights changes no bit
+        kept["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
+    began |= kept
     name = first_difference(began, now)
     if not name:
-        return
+        return notes
     raise ConfigError(
         f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
         f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
@@ -181,6 +195,13 @@ def plain_config(config: Config) -> dict[str, Any]:
     """A config in JSON's types, without its folder, which may have moved."""
     tables: dict[str, Any] = json.loads(json.dumps(config_to_dict(replace(config, run_dir=""))))
     return tables
+
+
+def _table_of(tables: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The table of a setting with a dotted name, and its key there; an empty table if there is none."""
+    table, _, key = name.rpartition(".")
+    found = tables.get(table) if table else tables
+    return (found if isinstance(found, dict) else {}), key
 
 
 def _value(tables: dict[str, Any], name: str) -> str:

@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError, RewardConfig, RunConfig, RunError
-from covey.config.common import CheckpointConfig
+from covey.config import CheckpointConfig, ConfigError, RewardConfig, RunConfig, RunError, UpdateConfig
 from covey.config.fields import plural
 from covey.config.files import faults_of, read_file, user_path
 from covey.config.model_sources import MODEL_FOLDER
@@ -37,11 +36,11 @@ from covey.config.sft import (
 from covey.data import Group
 from covey.experiment.advice import Finished, Launch
 from covey.experiment.job import Experiment, begun
-from covey.experiment.models import LoadedPolicy, load_policy
+from covey.experiment.models import LoadedPolicy, divide_alone, load_policy
 from covey.experiment.problem import build_problem
-from covey.experiment.supervised import SupervisedBuilder
+from covey.experiment.supervised import SupervisedBuilder, build_trainer
 from covey.llm.data.reward_examples import Example, read_examples
-from covey.llm.data.rows import Split, encode_split, hold_out, without_held_out
+from covey.llm.data.rows import Split, divide, encode_split
 from covey.llm.model.architecture import position_limit, shortest
 from covey.llm.model.loading import resolve_checkpoint
 from covey.llm.reward_models.examples import (
@@ -55,16 +54,19 @@ from covey.llm.reward_models.examples import (
 )
 from covey.llm.reward_models.graded_groups import LabelledCompletion, PairSource, StepLabeller, graded_completions
 from covey.llm.reward_models.loading import begin_reward_model, load_reward_model
-from covey.llm.reward_models.training import Quality, RewardModelTrainer, by_prompt, evaluate
+from covey.llm.reward_models.model import RewardModel
+from covey.llm.reward_models.training import Quality, RewardCriterion, by_prompt, evaluate
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.runtime.device import Machine, build_machine
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import describe_team, joined_ranks
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
+from covey.runtime.variables import check_ranks
 from covey.tracking.console import Display, RunResult
 from covey.tracking.curve import draw_reliability
 from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
+from covey.train.supervised import SupervisedTrainer
 
 RELIABILITY_FILE = "reliability.png"
 
@@ -90,20 +92,18 @@ def read_training_data(config: RewardModelTraining) -> Data:
         with faults_of(name), open(name, "rb") as file:
             inputs[name] = hashlib.file_digest(file, "sha256").hexdigest()
     examples = read_examples(config.data, config.grade_column)
-    if config.held_out:
-        held_out = read_examples(config.held_out, config.grade_column)
-        if type(held_out[0]) is not type(examples[0]):
-            raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
-        split = without_held_out(
-            examples,
-            held_out,
-            paths=(config.data, config.held_out),
-            drop=config.overlap == "drop",
-            remedy=": add --overlap drop",
-        )
-    else:
-        one_prompt = "the data have only one prompt, so none is left for evaluation: add prompts"
-        split = hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
+    held_out = read_examples(config.held_out, config.grade_column) if config.held_out else []
+    if held_out and type(held_out[0]) is not type(examples[0]):
+        raise ConfigError(f"{config.held_out} has another kind of data than {config.data}")
+    split = divide(
+        examples,
+        held_out,
+        config.held_out_fraction,
+        paths=(config.data, config.held_out),
+        drop=config.overlap == "drop",
+        remedy=": add --overlap drop",
+        one_prompt="the data have only one prompt, so none is left for evaluation: add prompts",
+    )
     objective = choose_objective([*split.training, *split.held_out], config.grade_loss, config.center)
     return Data(split, objective, kind_of_examples(split.training), inputs)
 
@@ -125,13 +125,14 @@ def train_reward_model(
         ConfigError: for the first mistake, before the model is loaded.
     """
     check_training(config)
+    check_ranks(config)
     held_out = _absolute_file(config.held_out) if config.held_out else ""
     config = replace(config, model=_absolute(config.model), data=_absolute_file(config.data), held_out=held_out)
     data = read_training_data(config)
-    machine = build_machine(config.device, config.precision, config.threads)
-    builder = RewardModelBuilder(config, data, machine)
-    with begun(ALONE, run_dir, builder.config, launch) as job:
-        return job.run(builder, data.inputs)
+    with joined_ranks():
+        builder = RewardModelBuilder(config, data, build_machine(config.device, config.precision, config.threads))
+        with begun(builder.team, run_dir, builder.config, launch) as job:
+            return job.run(builder, data.inputs)
 
 
 class RewardModelBuilder(SupervisedBuilder):
@@ -148,8 +149,9 @@ class RewardModelBuilder(SupervisedBuilder):
         Raises:
             ConfigError: if the model cannot be loaded, or an example is too long.
         """
-        super().__init__(config, data, machine)
         self.model = begin_reward_model(config.model, data.kind, dtype=machine.dtype, device=machine.device)
+        parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
+        super().__init__(config, data, machine, parameters)
         reads_end = data.kind is RewardModelKind.PROCESS
         self.model.scale = replace(self.model.scale, step_separator=config.step_separator, reads_end=reads_end)
         self.found = notes = list[str]()
@@ -183,16 +185,17 @@ class RewardModelBuilder(SupervisedBuilder):
         return (
             f"{self.data.kind.noun} on {config.model}: {plural(len(self.examples), 'example')} to train on, "
             f"{len(self.held_out):,} held out, {plural(config.steps, 'step')} of {config.batch_size}; "
-            f"{self.machine.describe()}"
+            f"{self.machine.describe()}{describe_team(self.team)}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Build the components."""
-        config = self.config
+        config, model = self.config, self.model
+        model.team, model.weights = self.team, divide_alone(model, config.model, config, self.team)
         return self.experiment(
             store,
             display,
-            trainer=RewardModelTrainer(self.model, config, self.data.objective, config.steps),
+            trainer=build_reward_trainer(model, config, self.data.objective, config.steps),
             batches=self._batches,
             measured=self._measured,
             collect=self._collect,
@@ -213,9 +216,9 @@ class RewardModelBuilder(SupervisedBuilder):
 
     def _collect(self) -> Callable[[Path], None]:
         """Measure the scale of the scores; returns a function that writes the model."""
-        model = self.model
-        model.measure_scale([row for one in self.examples for row in one.rows])
-        return lambda run_dir: model.save(run_dir / MODEL_FOLDER)
+        self.model.measure_scale([row for one in self.examples for row in one.rows])
+        write = self.model.collect()
+        return lambda run_dir: write(run_dir / MODEL_FOLDER)
 
     def _facts(self) -> dict[str, Any]:
         scale, quality = self.model.scale, self._quality
@@ -237,6 +240,15 @@ class RewardModelBuilder(SupervisedBuilder):
             display.note(f"held out: {self._quality.describe()}")
         per_step = "per_step = true and " if self.model.kind is RewardModelKind.PROCESS else ""
         display.note(f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run.run_dir}"')
+
+
+def build_reward_trainer(
+    model: RewardModel, config: RewardModelConfig, objective: Objective, steps: int = 0
+) -> SupervisedTrainer:
+    """The trainer of a reward model; `steps` is the number of optimizer steps over which the learning rate falls."""
+    criterion = RewardCriterion(model, objective, config.microbatch_tokens)
+    update = UpdateConfig(weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    return build_trainer(criterion, model.module, config, update, steps, model.team, model.weights)
 
 
 def evaluate_reward_model(

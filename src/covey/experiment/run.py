@@ -18,7 +18,7 @@ from covey.config.sft import RewardModelTraining
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
-from covey.experiment.job import ExperimentBuilder, Observers, Reward, begun, check_observers, resumed
+from covey.experiment.job import ExperimentBuilder, Observers, Reward, begun, check_observers, resumed, team_for
 from covey.experiment.resuming import same_arguments, same_conversation
 from covey.runtime.distributed import ALONE, joined_ranks, team_of
 from covey.runtime.variables import check_ranks
@@ -73,7 +73,7 @@ def run(
     check_ranks(config)
     inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
     with joined_ranks():
-        team = _team(config)
+        team = team_for(config)
         builder = open_builder(config, task, rewards, team, environment, algorithm)
         launch = launch or Launch.from_python(recipe_name, task, rewards, own, conversation, algorithm)
         try:
@@ -113,7 +113,7 @@ def resume(
         check_ranks(config)
         inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
         job.refuse_changed(inputs)
-        team = _team(config)
+        team = team_for(config)
         builder = open_builder(config, task, rewards, team, environment, algorithm)
         try:
             return job.run(builder, inputs, own)
@@ -149,20 +149,6 @@ def open_builder(
     from covey.experiment.control import ControlBuilder
 
     return ControlBuilder(config, algorithm)
-
-
-def _team(config: RunConfig | ControlConfig) -> Team:
-    if not isinstance(config, RunConfig):
-        return ALONE
-    team = team_of(config.cluster.shards)
-    if config.cluster.weights == "replicate" or team.size == 1:
-        return team
-    if config.cluster.weights == "auto":
-        from covey.experiment.plan import must_shard  # imported here, because transformers takes seconds
-
-        if not must_shard(config, team):
-            return team
-    return team_of(config.cluster.shards, sharded=True)
 
 
 def check(config: RunConfig | ControlConfig) -> list[str]:

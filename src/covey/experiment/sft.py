@@ -27,13 +27,12 @@ from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER
 from covey.config.recipe import config_from_dict, training_command
 from covey.config.rules import validate_sft
 from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
-from covey.data import Batch, EndReason, Group, Rollout, Start
+from covey.data import EndReason, Group, Rollout, Start, Team
 from covey.experiment.advice import Finished, Launch
-from covey.experiment.algorithm import build_optimizer
 from covey.experiment.job import Experiment, begun
-from covey.experiment.models import load_policy, load_trainable
+from covey.experiment.models import divide_alone, load_policy, load_trainable
 from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
-from covey.experiment.supervised import SupervisedBuilder
+from covey.experiment.supervised import SupervisedBuilder, build_trainer
 from covey.llm.data.rows import Split, encode_fitting, encode_split, hold_out
 from covey.llm.data.sft_examples import Example
 from covey.llm.model.loading import load_chat, resolve_checkpoint, save_architecture
@@ -52,15 +51,16 @@ from covey.llm.sft.encoding import (
 )
 from covey.llm.sft.sources import read_source
 from covey.runtime.device import Machine, build_machine
-from covey.runtime.distributed import ALONE
-from covey.runtime.optimizer import learning_rate_schedule
+from covey.runtime.distributed import describe_team, joined_ranks, own_shards, share, team_of
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
+from covey.runtime.variables import check_ranks
 from covey.tracking.console import Display, RunResult
 from covey.tracking.run_folder import EXAMPLES_FILE, write_atomically, write_folders
 from covey.tracking.run_reader import RunReader, number, table, text
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.wording import SFT
-from covey.train.supervised import SupervisedTrainer, mean_loss
+from covey.train.gather import gather_groups
+from covey.train.supervised import Likelihood, mean_loss
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Data:
         parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
         return {"examples": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
-    def held_out_batches(self, size: int) -> Iterator[Batch]:
+    def held_out_batches(self, size: int) -> Iterator[list[EncodedExample]]:
         """The held-out examples in batches."""
-        return (batch_of(self.held_out[begin : begin + size]) for begin in range(0, len(self.held_out), size))
+        return (self.held_out[begin : begin + size] for begin in range(0, len(self.held_out), size))
 
 
 def train_sft(
@@ -106,16 +106,18 @@ def train_sft(
         ConfigError: for the first mistake, before the model is loaded.
     """
     validate_sft(config)
+    check_ranks(config, sft=True)
     config = replace(config, model=resolve_checkpoint(config.model))
-    machine = build_machine(config.device, config.precision, config.threads)
-    if config.sft.data == SAMPLES:
-        data = sampled_examples(config, machine)
-    else:
-        data = examples_of_run(config) if is_sampled(config.sft.data) else read_data(config, examples)
-    steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
-    config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
-    with begun(ALONE, run_dir, config, launch) as job:
-        return job.run(SFTBuilder(config, data, machine), data.inputs)
+    with joined_ranks():
+        machine = build_machine(config.device, config.precision, config.threads)
+        if config.sft.data == SAMPLES:
+            data = sampled_examples(config, machine, team_of(config.cluster.shards))
+        else:
+            data = examples_of_run(config) if is_sampled(config.sft.data) else read_data(config, examples)
+        steps = config.sft.epochs * batches_per_epoch(len(data.training), config.sft.batch_size)
+        config = replace(config, algorithm=SFT_ALGORITHM, steps=steps)
+        with begun(team_of(0), run_dir, config, launch) as job:
+            return job.run(SFTBuilder(config, data, machine), data.inputs)
 
 
 def read_data(config: RunConfig, examples: Split[Example] | None = None) -> Data:
@@ -173,42 +175,45 @@ class SFTBuilder(SupervisedBuilder):
         return (
             f"supervised fine-tuning of {self.config.model} on {plural(len(data.training), 'example')} of {sft.data} "
             f"({tokens:,} trained tokens), {len(data.held_out):,} held out; {plural(self.config.steps, 'step')} of "
-            f"{sft.batch_size}; {self.machine.describe()}"
+            f"{sft.batch_size}; {self.machine.describe()}{describe_team(self.team)}"
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, and write its config and tokenizer into the run folder."""
-        config, sft, machine, data = self.config, self.config.sft, self.machine, self.data
+        config, sft, machine, data, team = self.config, self.config.sft, self.machine, self.data, self.team
         if data.samples:
             write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
         policy, chat = load_trainable(config, machine)
         module, tokenizer = policy.module, chat.tokenizer
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
-        optimizer = build_optimizer(policy.module, replace(config.update, learning_rate=sft.learning_rate))
-        rate = learning_rate_schedule(
-            sft.schedule, sft.learning_rate, steps=config.steps, warmup_steps=sft.warmup_steps
-        )
+        policy = policy.with_outputs(weights=divide_alone(policy, config.model, config.cluster, team))
+        criterion = Likelihood(policy, batch_of)
+        trainer = build_trainer(criterion, module, sft, config.update, config.steps, team, policy.weights)
 
-        def batches(done: int) -> Iterator[Batch]:
+        def batches(done: int) -> Iterator[list[EncodedExample]]:
             alone = [[example] for example in data.training]
-            return map(
-                batch_of, shuffled_batches(alone, sft.batch_size, seed=config.seed, epochs=sft.epochs, done=done)
-            )
+            return shuffled_batches(alone, sft.batch_size, seed=config.seed, epochs=sft.epochs, done=done)
 
         def held_out() -> dict[str, float]:
-            return {"loss": mean_loss(policy, data.held_out_batches(sft.batch_size))} if data.held_out else {}
+            parts = data.held_out_batches(sft.batch_size)
+            return {"loss": mean_loss(criterion, parts, team)} if data.held_out else {}
 
-        def save(run_dir: Path) -> None:
-            policy.save(run_dir / MODEL_FOLDER)
-            tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+        def collect() -> Callable[[Path], None]:
+            write = policy.collect()
+
+            def save(run_dir: Path) -> None:
+                write(run_dir / MODEL_FOLDER)
+                tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+
+            return save
 
         return self.experiment(
             store,
             display,
-            trainer=SupervisedTrainer(policy, optimizer, rate),
+            trainer=trainer,
             batches=batches,
             measured=held_out,
-            collect=lambda: save,
+            collect=collect,
             facts=lambda: {"decisions_trained": self._decisions(store)},
             backend=policy.backend.recorded(),
             checkpoint=config.checkpoint,
@@ -230,8 +235,9 @@ PIECE = 64  # prompts per call of the sampler
 STEP = 1  # whose random numbers are used
 
 
-def sampled_examples(config: RunConfig, machine: Machine) -> Data:
-    """Sample the recipe's prompts with its model, and grade by its rewards. A function of the recipe and its seed.
+def sampled_examples(config: RunConfig, machine: Machine, team: Team) -> Data:
+    """Sample the recipe's prompts with its model, and grade by its rewards. A function of the recipe and its seed. Each
+    rank samples its own prompts and receives the samples of all.
 
     Raises:
         ConfigError: if task, rewards or environment are invalid, before the model is loaded; if no sample has enough
@@ -248,10 +254,14 @@ def sampled_examples(config: RunConfig, machine: Machine) -> Data:
         sampler = problem.kind.sampler(loaded.sampler)
         starts = problem.task.draw(config.seed, STEP, sft.count, first=0, before=0)
         with Display(title="covey: samples") as display, display.progress("sampling", len(starts)) as advance:
-            for begin in range(0, len(starts), PIECE):
-                piece = starts[begin : begin + PIECE]
+            parts = share(len(starts), team)
+            own = [start for shard in own_shards(team) for start in starts[parts[shard]]]
+            for begin in range(0, len(own), PIECE):
+                piece = own[begin : begin + PIECE]
                 groups += problem.grader.grade(sampler.sample(piece, sft.samples_per_prompt, STEP))
                 advance(len(piece))
+        if team.size > 1:
+            groups = gather_groups(groups, starts, team, "the sampling of examples")
     remedy = ", raise sft.samples_per_prompt or sft.count, or begin with another model"
     return _examples(config, groups, sampler, model_config, notes, remedy)
 

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError
-from covey.config.common import CheckpointConfig
+from torch import nn
+
+from covey.config import CheckpointConfig, ConfigError, UpdateConfig
 from covey.config.model_sources import MODEL_FOLDER
+from covey.config.sft import SFT_ALGORITHM, SupervisedBase
+from covey.data import Team
 from covey.experiment.advice import Finished
-from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed
+from covey.experiment.algorithm import build_optimizer
+from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed, team_for
 from covey.runtime.device import Machine, build_machine, environment
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import exchange_json, joined_ranks, team_of
+from covey.runtime.optimizer import learning_rate_schedule
+from covey.runtime.sharding import Weights, is_sharded
+from covey.runtime.variables import check_ranks
 from covey.tracking.console import Display, RunResult, describe_size
 from covey.tracking.diagnosis import conclusion
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.metrics import Clock
 from covey.train.state import Limits
-from covey.train.supervised import SupervisedRun, Trainer, train_supervised
+from covey.train.supervised import Criterion, SupervisedRun, SupervisedTrainer, train_supervised
 
 
 class SupervisedBuilder(ExperimentBuilder):
@@ -32,9 +40,9 @@ class SupervisedBuilder(ExperimentBuilder):
     has_rollouts = False
     show_rollouts_every = 0
 
-    def __init__(self, config: Any, data: Any, machine: Machine) -> None:
-        """`data` is what `read` returns."""
-        self.config, self.data, self.machine = config, data, machine
+    def __init__(self, config: Any, data: Any, machine: Machine, parameters: int | None = None) -> None:
+        """`data` is what `read` returns, `parameters` as for `team_for`."""
+        self.config, self.data, self.machine, self.team = config, data, machine, team_for(config, parameters)
 
     @classmethod
     def read(cls, config: Any, run_dir: Path) -> Any:
@@ -55,12 +63,13 @@ class SupervisedBuilder(ExperimentBuilder):
         Raises:
             ConfigError: if there is none, it is finished, or its settings or data have changed.
         """
-        with resumed(ALONE, run_dir, cls.command) as job:
+        with joined_ranks(), resumed(team_of(0), run_dir, cls.command) as job:
+            config: Any = job.config
             if job.store.finished():
                 raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
-            data = cls.read(job.config, job.store.run_dir)
+            check_ranks(config, sft=cls.command == SFT_ALGORITHM)
+            data = cls.read(config, job.store.shared_dir)
             job.refuse_changed(data.inputs)
-            config: Any = job.config
             machine = build_machine(config.device, config.precision, config.threads)
             return job.run(cls(config, data, machine), data.inputs)
 
@@ -79,7 +88,7 @@ class SupervisedBuilder(ExperimentBuilder):
         store: RunStore,
         display: Display,
         *,
-        trainer: Trainer,
+        trainer: SupervisedTrainer,
         batches: Callable[[int], Iterator[Any]],
         measured: Callable[[], dict[str, float]],
         collect: Callable[[], Callable[[Path], None]],
@@ -98,6 +107,7 @@ class SupervisedBuilder(ExperimentBuilder):
             backend: what computes the model, as far as bits depend on it.
             checkpoint: when checkpoints are written, and which are kept.
         """
+        check_same_data(self.data.inputs, self.team)
         last: list[dict[str, float]] = []  # measured after the last epoch
 
         def due(step: int) -> dict[str, float]:
@@ -117,14 +127,14 @@ class SupervisedBuilder(ExperimentBuilder):
                 display.note(f"before training: held-out loss {found['loss']:.4f}")
             return [found | {"seconds": clock.total()}]
 
+        in_parts = any(map(is_sharded, trainer.optimizer.parameters.values()))
         parts = SupervisedRun(
-            name=self.algorithm_name,
             trainer=trainer,
             batches=batches,
             steps_per_epoch=self.per_epoch,
             evaluate=due,
-            observers=(store, display),
-            checkpoints=build_checkpoints(store, checkpoint.keep, best=checkpoint.best),
+            observers=() if self.team.rank else (store, display),
+            checkpoints=build_checkpoints(store, checkpoint.keep, self.team, best=checkpoint.best, in_parts=in_parts),
         )
         limits = Limits(
             steps=self.config.steps,
@@ -164,6 +174,37 @@ class SupervisedBuilder(ExperimentBuilder):
 
     def draw(self, store: RunStore) -> None:
         """Nothing to draw."""
+
+
+def check_same_data(inputs: dict[str, str], team: Team) -> None:
+    """Compare the checksums of the examples that the ranks have read; every rank calls it.
+
+    Raises:
+        ConfigError: on every rank, if they differ.
+    """
+    first, *others = exchange_json(team, inputs)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ConfigError(f"rank {rank} has read other examples than rank 0: copy the same data to every machine")
+
+
+def build_trainer(
+    criterion: Criterion, module: nn.Module, config: SupervisedBase, update: UpdateConfig, steps: int, team: Team,
+    weights: Weights,
+) -> SupervisedTrainer:  # fmt: skip
+    """The trainer of a model.
+
+    Args:
+        criterion: the loss.
+        module: the model, whose weights the ranks have divided by `weights`.
+        config: with the learning rate and its schedule.
+        update: with the other settings of the optimizer.
+        steps: over which the learning rate falls.
+        team: the ranks.
+    """
+    optimizer = build_optimizer(module, replace(update, learning_rate=config.learning_rate), team, weights)
+    rate = learning_rate_schedule(config.schedule, config.learning_rate, steps=steps, warmup_steps=config.warmup_steps)
+    return SupervisedTrainer(criterion, optimizer, rate, team)
 
 
 def _measured(evaluations: Sequence[Evaluation]) -> dict[str, float]:

@@ -138,4 +138,4 @@ def completions_of(result: list[Completion] | GenerationFailure) -> list[Complet
 
 def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:
     """A greedy sampler (argmax) on the same policy, for evaluation."""
-    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, rows_at_once=0, ready=lambda group: None)
+    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, ready=lambda group: None)

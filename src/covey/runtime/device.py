@@ -6,8 +6,12 @@ import ctypes
 import logging
 import os
 import platform
+import re
 import resource
+import shutil
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -18,13 +22,17 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.machine import check_threads, memory_bytes, processors
+from covey.config.fields import plural
+from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, waiting, world_size
 from covey.runtime.variables import own_rank
 
 _log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from glibc's malloc.h
 _MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20  # Linux's constant, and the huge page size of x86 and most others
+
+RETURNED_SHARE = 0.1  # of a GPU's memory: less is kept for reuse
+CONTEXT_BYTES = 1 << 30  # at most, of a process on a GPU: its CUDA context and kernels
 
 # Instructions that multiply bf16 matrices: x86 AVX-512 and AMX, ARM's bf16 extension.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -34,15 +42,73 @@ def choose_device(name: str) -> torch.device:
     """Choose the device from `auto` (the GPU if there is one), `cpu` or `cuda`.
 
     Raises:
-        ConfigError: if CUDA is asked for and absent, or the name is unknown.
+        ConfigError: if CUDA is asked for and absent, ranks have to share a GPU, or the name is unknown.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if name not in ("auto", "cuda"):
+    if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is cuda but this torch sees no GPU: use device = 'auto' or 'cpu'")
+    if name == "cpu":
+        return torch.device("cpu")
+    fault = gpu_fault()
+    if fault and name == "cuda":
+        raise ConfigError(f"device is cuda but {fault}, or use device = 'auto' or 'cpu'")
+    if fault:
+        return torch.device("cpu")
+    ranks, count = ranks_of_machine(), torch.cuda.device_count()
+    if ranks > count:
+        raise ConfigError(
+            f"torchrun has started {plural(ranks, 'rank')} on a machine with {plural(count, 'GPU')}: start one for "
+            "each (--nproc-per-node), or use device = 'cpu'"
+        )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def gpu_fault() -> str:
+    """Why this process cannot compute on a GPU, with the remedy; empty if it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason, which is raised below
+        if torch.cuda.is_available():
+            return _architecture_fault()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.backends.cuda.is_built() and visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r} and selects no GPU: unset it or name one that nvidia-smi lists"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # without CUDA, without a driver, or with an older one
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        return f"this torch ({torch.__version__}) sees no GPU ({reason}): install the driver and the build that fit"
+    return f"this torch ({torch.__version__}) sees no GPU: compare it with nvidia-smi"
+
+
+def _architecture_fault() -> str:
+    """Why the code of this torch does not run on the GPU; empty if it does.
+
+    Code of a compute capability ("sm_80") runs on those of the same major number from its minor one on, that with the
+    suffix "a" on no other one; PTX ("compute_90") is compiled for all later ones.
+    """
+    capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+    known = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built]
+    for kind, major, minor, special in (found.groups() for found in known if found):
+        has = int(major), int(minor)
+        later = special != "a" and has < capability and (kind == "compute" or has[0] == capability[0])
+        if later or has == capability:
+            return ""
+    if not any(known):  # another maker's, or not said
+        return ""
+    return (
+        f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, for which this torch "
+        f"({torch.__version__}) is not built ({', '.join(built)}): install a build of torch for it"
+    )
+
+
+def idle_gpus_note(device: torch.device) -> str:
+    """A line for a run that uses one of several GPUs; empty for any other."""
+    count = torch.cuda.device_count() if device.type == "cuda" and world_size() == 1 else 1
+    if count == 1:
+        return ""
+    ranks = 1 << (count.bit_length() - 1)  # a power of two
+    return (
+        f"this run uses one of {count} GPUs: torchrun --nproc-per-node {ranks} -m covey train ... uses {ranks} of them"
+    )
 
 
 def device_kind(device: torch.device) -> str:
@@ -52,6 +118,9 @@ def device_kind(device: torch.device) -> str:
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """Choose the precision from `auto` (bf16 if the hardware has instructions for it, else fp32), `bf16` or `fp32`.
+
+    fp16 is not chosen on GPUs without bf16: its largest number, 65,504, is below activations of many models that were
+    trained in bf16, and its gradients would need a loss scale.
 
     bf16 without such hardware works but is slow, so it is logged as a warning.
 
@@ -150,7 +219,31 @@ def build_machine(device: str, precision: str, threads: int) -> Machine:
     keep_freed_memory()
     limit_kernel_caches()
     chosen = choose_device(device)
-    return Machine(chosen, choose_precision(precision, chosen))
+    machine = Machine(chosen, choose_precision(precision, chosen))
+    for line in _surprises(device, precision, machine) if own_rank() == 0 else ():
+        _log.warning("%s", line)
+    return machine
+
+
+def _surprises(device: str, precision: str, machine: Machine) -> Iterator[str]:
+    """What `auto` has chosen though the GPU suggests something else, and memory of it that others use."""
+    if device == "auto" and machine.device.type == "cpu" and _has_nvidia_gpu():
+        yield f"the CPU is used, because {gpu_fault()}"
+    if machine.device.type != "cuda":
+        return
+    if precision == "auto" and machine.dtype == torch.float32:
+        name = torch.cuda.get_device_name(machine.device)
+        yield f"precision is fp32, because {name} has no bf16 instructions; weights need twice the memory of bf16"
+    whole, usable = gpu_memory(machine.device)
+    if usable < whole:
+        yield (
+            f"other processes use {(whole - usable) / 2**30:.1f} of the GPU's {whole / 2**30:.1f} GiB, so this one "
+            f"plans with {usable / 2**30:.1f} GiB"
+        )
+
+
+def _has_nvidia_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
 def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
@@ -162,9 +255,13 @@ def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
         "transformers": version("transformers"),
         "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
+        WAITING: " ".join(f"{name}={value}" for name, value in waiting().items()) or "the library's choice",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(precision).removeprefix("torch."),
     }
+
+
+WAITING = "waiting threads"  # recorded, but no bit depends on it
 
 
 def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -172,7 +269,7 @@ def differences(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{name} was {recorded.get(name, 'not recorded')}, is {now.get(name, 'not known')}"
         for name in [*now, *(name for name in recorded if name not in now)]
-        if recorded.get(name) != now.get(name)
+        if recorded.get(name) != now.get(name) and name != WAITING
     ]
 
 
@@ -185,10 +282,33 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
-    """Total memory in bytes, of the machine or of the container's limit; None if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return memory_bytes()
+    """Memory in bytes: of the machine or of the container's limit, of a GPU without what other processes used when it
+    was first asked for; None if unknown.
+    """
+    return gpu_memory(device)[1] if device.type == "cuda" else memory_bytes()
+
+
+@cache
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Memory of a GPU, and how much of it this process may use, in bytes.
+
+    It is asked for once, so that the rows that fit do not change during a run. The context of this process is not
+    memory of others.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES
+    return total, total - max(others, 0)
+
+
+def return_unused(device: torch.device) -> None:
+    """Return the memory that torch keeps for reuse to the GPU, if it is much: the blocks of the next phase have other
+    sizes, and the ones in use would divide the large ones. No effect on a CPU.
+    """
+    if device.type != "cuda":
+        return
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if kept > RETURNED_SHARE * gpu_memory(device)[0]:
+        torch.cuda.empty_cache()
 
 
 def _multiplies_bf16(device: torch.device) -> bool:

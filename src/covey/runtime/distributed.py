@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +24,39 @@ from covey.config.fields import plural
 from covey.data import Team
 from covey.runtime.variables import STATE, local_rank, own_rank, world_size
 
+T = TypeVar("T")
+
 BUCKET = 1 << 24  # numbers that are summed in one message: 64 MB in fp32
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")  # gloo's errors
 LONGEST_WAIT = timedelta(hours=2)  # for the slowest rank, whose sampling and grading have deadlines of their own
 
 
 ALONE = Team()
+
+
+def shards_of(rank: int, team: Team) -> range:
+    """The shards of a rank."""
+    each = team.shards // team.size
+    return range(rank * each, (rank + 1) * each)
+
+
+def own_shards(team: Team) -> range:
+    """The shards of this rank."""
+    return shards_of(team.rank, team)
+
+
+def share(items: int, team: Team) -> list[slice]:
+    """Consecutive parts of a list of `items`, one for each shard; their lengths differ by one at the most."""
+    ends = [items * shard // team.shards for shard in range(team.shards + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def passes_over(parts: Sequence[T], idle: Callable[[], T], team: Team) -> list[tuple[T, bool]]:
+    """The passes of this rank over its parts, each with True. A rank with fewer parts than another one makes further
+    passes over the result of `idle`, with False: they must change nothing. Every rank must call it.
+    """
+    missing = team.passes(len(parts)) - len(parts)
+    return [(part, True) for part in parts] + ([(idle(), False)] * missing if missing else [])
 
 
 class TorchTeam(Team):
@@ -138,7 +166,7 @@ def joined_ranks() -> Iterator[None]:
     if world_size() == 1 or dist.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
+    if local_rank() < torch.cuda.device_count():  # else the ranks compute on the CPU, or `choose_device` refuses them
         torch.cuda.set_device(local_rank())
     dist.init_process_group(timeout=LONGEST_WAIT)
     STATE.joined = True
@@ -213,6 +241,11 @@ class GradientTree:
 def exchange_json(team: Team, value: Any) -> list[Any]:
     """The JSON values of all ranks, in their order. Every rank must call it."""
     return [value] if team.size == 1 else [json.loads(one) for one in team.exchange(json.dumps(value).encode())]
+
+
+def of_all_shards(team: Team, own: Sequence[Any]) -> list[Any]:
+    """The JSON values of all shards, in their order; `own` belong to those on this rank. Every rank must call it."""
+    return [value for values in exchange_json(team, list(own)) for value in values]
 
 
 def asked_any(team: Team, asked: Callable[[], bool]) -> bool:

@@ -101,7 +101,8 @@ class ShardedWeights(Weights):
             np.split(np.frombuffer(message, dtype=np.float64), np.cumsum(self._rows_of(rank, rows))[:-1])
             for rank, message in enumerate(received)
         ]
-        return [torch.from_numpy(np.concatenate(parts)) for parts in zip(*of_rank, strict=True)]
+        joined = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*of_rank, strict=True))
+        return [rows.to(local[0].device) for rows in joined]
 
     def _rows_of(self, rank: int, rows: Sequence[int]) -> list[int]:
         return [len(range(*part_of(count, rank, self.team.size).indices(count))) for count in rows]

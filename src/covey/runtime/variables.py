@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.common import check_shards
 from covey.config.files import user_path
-from covey.config.llm import check_shards
 from covey.config.machine import world_size
+from covey.config.sft import RewardModelTraining
 
 
 def own_rank() -> int:
@@ -40,8 +41,8 @@ def is_echo() -> bool:
     return local_rank() > 0 and not STATE.joined
 
 
-def check_ranks(config: RunConfig | ControlConfig) -> None:
-    """Check that the ranks that torchrun has started can train this config.
+def check_ranks(config: RunConfig | ControlConfig | RewardModelTraining, *, sft: bool = False) -> None:
+    """Check that the ranks that torchrun has started can train this config; with `sft`, that they can fine-tune it.
 
     Raises:
         ConfigError: naming the fix.
@@ -51,19 +52,30 @@ def check_ranks(config: RunConfig | ControlConfig) -> None:
         return
     if isinstance(config, ControlConfig):
         raise ConfigError(f"an agent is trained by one process, and torchrun has started {size}: leave out torchrun")
-    if config.iteration.steps:
-        raise ConfigError(
-            f"an iterative run is trained by one process, and torchrun has started {size}: leave out torchrun"
-        )
+    if isinstance(config, RewardModelTraining):
+        chosen, items, of_step = config.shards, config.batch_size, "batch_size"
+    elif sft:
+        chosen, items, of_step = config.cluster.shards, config.sft.batch_size, "sft.batch_size"
+    else:
+        chosen, items, of_step = config.cluster.shards, config.sampling.prompts_per_step, "sampling.prompts_per_step"
+        if config.iteration.steps:
+            raise ConfigError(
+                f"an iterative run is trained by one process, and torchrun has started {size}: leave out torchrun"
+            )
+        if config.sampler.sleep or (config.sampler.kind == "vllm" and config.sampler.started):
+            raise ConfigError(
+                f"a vLLM that shares a GPU with the run is for one process, and torchrun has started {size}: start "
+                "covey serve --vllm on another GPU, name it in sampler.servers, and leave out sampler.sleep"
+            )
     if size & (size - 1):
         raise ConfigError(f"the number of ranks must be a power of two, got {size}: change --nproc-per-node")
-    shards = config.cluster.shards or size
+    shards = chosen or size
     if shards % size:
         raise ConfigError(
             f"{size} ranks cannot divide cluster.shards = {shards}: start {shards} ranks or fewer, or begin a run with "
             "more shards"
         )
-    check_shards(shards, config.sampling.prompts_per_step)
+    check_shards(shards, items, of_step)
 
 
 CACHE_VARIABLE = "COVEY_CACHE"

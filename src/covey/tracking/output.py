@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 _log = logging.getLogger(__name__)
 # Control characters, those that change the direction of a line, and escape sequences other than rich's.

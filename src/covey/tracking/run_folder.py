@@ -1,12 +1,9 @@
 """The folder of a run: its files, the lock that excludes other writers, its state, and the runs below a folder.
 
-A reader of the state opens nothing for writing and takes no lock: one that it held for a moment would make a run that
-starts in this moment fail. So the writer's lock is looked up where the system lists it:
-
-1. `/proc/locks` lists the locks of this machine;
-2. `/proc/<pid>/fd` shows if the process that the lock file names has the file open for writing, on a file system whose
-   locks are not listed. A process that has the same number later does not;
-3. a query (F_OFD_GETLK) asks a network file system, where another machine may hold the lock.
+A reader of the state opens nothing for writing. It asks for a shared lock and releases it at once, which every system
+and network file system answers alike; a run that starts in this moment tries again. On a file system without locks,
+`/proc/<pid>/fd` shows if the process that the lock file names has the file open for writing. A process that has the
+same number later does not.
 
 If another machine (or container) wrote the lock file and no lock is visible, an unfinished run counts as running while
 its files change.
@@ -22,8 +19,6 @@ import os
 import re
 import shutil
 import stat
-import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -67,7 +62,7 @@ RECENT_SECONDS = 900.0  # a run of another machine is running if it wrote a file
 _LAST_BYTES = 1 << 16  # read from the end of a metrics file: usually more than its last line
 _LONGEST_LAST_LINE = 1 << 22  # read if the last line is longer
 _SKIPPED = {"node_modules", "site-packages", "__pycache__"}  # large folders that hold no runs
-_FLOCK = "hhqqi4x"  # struct flock of Linux with 64 bits
+_READER_SECONDS = 2.0  # in which readers of the state must have released their locks
 
 # Files that a run writes before its first step; a folder with no others can be replaced.
 _BEFORE_THE_FIRST_STEP = {
@@ -133,6 +128,37 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
+def _lock_among_readers(descriptor: int) -> None:
+    """Take the lock of a writer, after readers of the state that hold it for a moment.
+
+    Raises:
+        BlockingIOError: if another writer holds it. OSError: if the file system has no locks.
+    """
+    deadline = time.monotonic() + _READER_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if _has_writer(descriptor) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)
+
+
+def _has_writer(descriptor: int) -> bool:
+    """True if another descriptor holds the lock of a writer.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
 def _open_locked(folder: Path) -> int:
     path = folder / LOCK_FILE
     while True:
@@ -141,7 +167,7 @@ def _open_locked(folder: Path) -> int:
             os.close(descriptor)
             raise Refused(f"{path} is not a plain file: remove it")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_among_readers(descriptor)
         except BlockingIOError:
             holder = _holder(os.pread(descriptor, 200, 0))
             os.close(descriptor)
@@ -199,8 +225,10 @@ def check_run_dir(run_dir: str | Path, *, resume: bool = False) -> Path:
 
 def _try_to_write(folder: Path) -> None:
     """Raise OSError if no file can be created in the folder. Permission bits alone do not show it, as for root."""
+    from tempfile import TemporaryFile  # here, because it loads much
+
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         error.filename = str(folder)  # the temporary file's name would not help the user
@@ -417,7 +445,7 @@ class RunState(StrEnum):
 
 
 def run_state(run_dir: str | Path) -> RunState:
-    """The state of the run in a folder, by its lock and its files. Nothing is created, changed or locked.
+    """The state of the run in a folder, by its lock and its files. Nothing is created or changed.
 
     Older versions write no `stopped.json`: a run without one is stopped if it has a checkpoint of its last step.
     """
@@ -542,8 +570,8 @@ class _Lock:
         try:
             with _opened(self.path) as descriptor:
                 status = os.fstat(descriptor)
-                if _is_listed(status, self.pid) or _is_held_remotely(descriptor):
-                    return True
+                with suppress(OSError):  # no locks there
+                    return _has_writer(descriptor)
         except OSError:
             return False
         return self.pid > 0 and not self.is_foreign and _has_open(self.pid, status)
@@ -565,26 +593,6 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _is_listed(status: os.stat_result, pid: int) -> bool:
-    """True if `/proc/locks` has an exclusive lock (flock) on the file.
-
-    Some file systems (btrfs, overlays) list another device number than `stat` returns; there the process must agree.
-    """
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return False
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-    for line in lines:
-        fields = line.split()  # 1: FLOCK ADVISORY WRITE 11545 fe:00:2146739 0 EOF; one that waits has a "->"
-        if len(fields) < 6 or fields[1] != "FLOCK" or fields[3] != "WRITE":
-            continue
-        where, _, inode = fields[5].rpartition(":")
-        if inode == str(status.st_ino) and (where == device or fields[4] == str(pid)):
-            return True
-    return False
-
-
 def _has_open(pid: int, status: os.stat_result) -> bool:
     """True if a process has the file open for writing."""
     with suppress(OSError):  # it has ended, or is another user's
@@ -593,13 +601,3 @@ def _has_open(pid: int, status: os.stat_result) -> bool:
                 if path.lstat().st_mode & stat.S_IWUSR and os.path.samestat(path.stat(), status):
                     return True
     return False
-
-
-def _is_held_remotely(descriptor: int) -> bool:
-    """Ask the file system if another process holds a lock of POSIX; a network file system has flock as such a lock."""
-    try:
-        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted)
-        return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-    except (OSError, AttributeError):  # no locks there, or another system
-        return False

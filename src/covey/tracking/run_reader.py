@@ -17,10 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any, BinaryIO, TypedDict
-
-import orjson
 
 from covey.config import ConfigError, RewardConfig
 from covey.config.files import files_below, open_below, parse_json, parse_toml, read_below
@@ -35,6 +32,7 @@ from covey.tracking.run_folder import (
     STOPPED_FILE,
     SUMMARY_FILE,
 )
+from covey.tracking.run_store import parse_metrics
 from covey.tracking.wording import SCORE, SCORE_KINDS, WORDINGS, ScoreKind
 
 LONGEST_LINE = 64 << 20  # bytes; a longer one counts as damaged
@@ -375,6 +373,7 @@ class MetricTable:
             self.damaged += 1
             return
         step = record.pop("step")
+        record = {name: math.nan if value is None else value for name, value in record.items()}
         if step <= self.last_step:
             self._take_back(step)
         self.steps.append(step)
@@ -429,31 +428,6 @@ class _Rows(Sequence[Mapping[str, "float | None"]]):
         place %= self._count
         row: dict[str, float | None] = {"step": self._steps[place]}
         return row | {n: column[place] for n, column in self._columns.items() if not math.isnan(column[place])}
-
-
-def parse_metrics(line: bytes) -> dict[str, Any] | None:
-    """A line of `metrics.jsonl`: "step" and numbers, NaN for null; None if it is damaged."""
-    try:
-        record: dict[str, Any] = _object_of(line)
-        step = record.pop("step")
-        if type(step) is not int or not 1 <= step < 1 << 53:
-            return None
-        kinds = set(map(type, record.values()))
-        if not kinds <= {int, float, NoneType}:
-            return None
-        if kinds != {float}:
-            record = {name: math.nan if value is None else float(value) for name, value in record.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-    record["step"] = step
-    return record
-
-
-def _object_of(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)  # five times as fast
-    except orjson.JSONDecodeError:
-        return json.loads(str(line, "utf-8"))  # numbers that are not finite: JSON has none
 
 
 MODEL = "assistant"  # the role of the model

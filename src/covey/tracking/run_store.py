@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -31,6 +32,8 @@ from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from covey.config import ConfigError
 from covey.config.files import LARGEST_RECORDS, append_below, faults_of, open_below, path_error, read_below, sync
@@ -204,7 +207,7 @@ class RunStore:
         """The lines of the metrics file, and the records of those that are not damaged."""
         with faults_of(self.run_dir / METRICS_FILE):
             lines = read_below(self.run_dir, METRICS_FILE, most=LARGEST_RECORDS).splitlines()
-        return lines, [record for record in map(_read_record, lines) if record is not None]
+        return lines, [record for record in map(parse_metrics, lines) if record is not None]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json` atomically.
@@ -241,7 +244,7 @@ class RunStore:
 
     def finished(self) -> bool:
         """True if the run has a summary."""
-        return (self.run_dir / SUMMARY_FILE).is_file()
+        return (self.shared_dir / SUMMARY_FILE).is_file()
 
     def _forget_stop(self) -> None:
         """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""
@@ -280,7 +283,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         lines = read_below(path.parent, path.name, most=LARGEST_RECORDS).splitlines()
     except OSError as error:
         raise path_error(error, f"cannot read {path}", path) from error
-    records = [_read_record(line) for line in lines]
+    records = [parse_metrics(line) for line in lines]
     if records and records[-1] is None:
         records.pop()
     if None in records:
@@ -288,15 +291,23 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in records if record is not None]
 
 
-def _read_record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of the metrics file: a step and its numbers. None if it is damaged."""
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """A line of `metrics.jsonl`: "step" and numbers that fit into a float, or None; None if it is damaged."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record: dict[str, Any] = _object_of(line)
+        numbers = [value for value in record.values() if value is not None]
+        array("d", numbers)
+        kinds_fit = type(record["step"]) is int and {*map(type, numbers)} <= {int, float}
+        return record if kinds_fit and 1 <= record["step"] < 1 << 53 else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 1:
-        return None
-    return record if all(value is None or type(value) in (int, float) for value in record.values()) else None
+
+
+def _object_of(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)  # five times as fast
+    except orjson.JSONDecodeError:
+        return json.loads(str(line, "utf-8"))  # numbers that are not finite: JSON has none
 
 
 def _has_rollouts(path: Path, step: int) -> bool:

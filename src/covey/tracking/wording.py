@@ -248,7 +248,10 @@ def _language(kind: ScoreKind) -> Wording:
         x_label="training step",
         legend="upper left" if kind.limits else "best",
         panels=(
-            (Panel("kl", "KL to the reference", "nats per token"),),
+            (
+                Panel("kl", "KL to the reference", "nats per token"),
+                Panel("length/truncated_fraction", "Completions at the limit", "fraction", high=1.0),
+            ),
             (replace(ENTROPY, unit="nats per token"),),
             (Panel("length/mean", "Completion length", "tokens"),),
             (GRADIENT,),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from covey.config import RunError, SamplerLost
-from covey.data import Batch, Group, Start, Team, decode_groups, encode_groups
-from covey.runtime.distributed import exchange_json
+from covey.data import Batch, Group, Start, Team, TrainingExample, decode_groups, encode_groups
+from covey.runtime.distributed import exchange_json, shards_of, share
+
+Example = TypeVar("Example", bound=TrainingExample)
 
 _DIGEST = 32  # bytes of a SHA-256
 
@@ -102,23 +103,6 @@ def lost_together(team: Team) -> Iterator[None]:
         raise SamplerLost(message)
 
 
-def shards_of(rank: int, team: Team) -> range:
-    """The shards of a rank."""
-    each = team.shards // team.size
-    return range(rank * each, (rank + 1) * each)
-
-
-def own_shards(team: Team) -> range:
-    """The shards of this rank."""
-    return shards_of(team.rank, team)
-
-
-def share(items: int, team: Team) -> list[slice]:
-    """Consecutive parts of a list of `items`, one for each shard; their lengths differ by one at the most."""
-    ends = [items * shard // team.shards for shard in range(team.shards + 1)]
-    return [slice(begin, end) for begin, end in pairwise(ends)]
-
-
 def shard_rows(batch: Batch, count: int, wanted_B: Tensor | None = None) -> list[Tensor]:
     """Row indices of each shard of the wanted rows (None: all), ascending.
 
@@ -129,16 +113,29 @@ def shard_rows(batch: Batch, count: int, wanted_B: Tensor | None = None) -> list
     wanted = torch.arange(len(batch)) if wanted_B is None else wanted_B.nonzero()[:, 0]
     if count == 1:
         return [wanted]
-    group_B = batch.group_B[wanted]
-    decisions_G = torch.zeros(int(group_B.max()) + 1 if len(wanted) else 0, dtype=torch.int64)
-    decisions_G.index_add_(0, group_B, batch.mask_BT[wanted].sum(dim=1))
+    shard_B = torch.tensor(_shards(batch.group_B[wanted].tolist(), batch.mask_BT[wanted].sum(dim=1).tolist(), count))
+    return [wanted[shard_B == shard] for shard in range(count)]
+
+
+def shard_examples(examples: Sequence[Example], count: int) -> list[list[Example]]:
+    """The examples of each shard, as `shard_rows` divides rows; those with the same prompt are a group."""
+    numbers: dict[Hashable, int] = {}
+    groups = [numbers.setdefault(one.content, len(numbers)) for one in examples]
+    shards = _shards(groups, [one.tokens for one in examples], count)
+    return [[one for one, shard in zip(examples, shards, strict=True) if shard == number] for number in range(count)]
+
+
+def _shards(groups: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
+    """The shard of each item, by the number of its group and its size."""
+    totals: dict[int, int] = {}
+    for group, size in zip(groups, sizes, strict=True):
+        totals[group] = totals.get(group, 0) + size
     shard_of: dict[int, int] = {}
     loads = [0] * count
-    for group in sorted(group_B.unique().tolist(), key=lambda one: (-int(decisions_G[one]), one)):
+    for group in sorted(totals, key=lambda one: (-totals[one], one)):
         shard_of[group] = loads.index(min(loads))
-        loads[shard_of[group]] += int(decisions_G[group])
-    shard_B = torch.tensor([shard_of[group] for group in group_B.tolist()], dtype=torch.int64)
-    return [wanted[shard_B == shard] for shard in range(count)]
+        loads[shard_of[group]] += totals[group]
+    return [shard_of[group] for group in groups]
 
 
 def shortest_row(batch: Batch) -> Tensor:

@@ -17,9 +17,8 @@ from covey.core.kl import k3
 from covey.core.ratios import effective_sample_fraction, token_log_ratio
 from covey.core.returns import explained_variance
 from covey.data import Batch, Group, PolicyOutput, Team
-from covey.runtime.distributed import ALONE, exchange_json
+from covey.runtime.distributed import ALONE, of_all_shards, own_shards
 from covey.runtime.optimizer import StepResult
-from covey.train.gather import own_shards
 
 T = TypeVar("T")
 
@@ -201,9 +200,8 @@ class UpdateMetrics:
 
     def _total(self) -> dict[str, Any]:
         """The sums over the shards of all ranks, added in the order of the shards."""
-        own = [sums.numbers() for sums in self.sums.values()]
-        everyones = [one for found in exchange_json(self.team, own) for one in found]
-        total = {name: _added([one[name] for one in everyones]) for name in everyones[0]}
+        everyones = of_all_shards(self.team, [sums.numbers() for sums in self.sums.values()])
+        total = {name: added([one[name] for one in everyones]) for name in everyones[0]}
         return total | {"log_ratio_max": max(one["log_ratio_max"] for one in everyones)}
 
     def read(self, minibatches: int) -> dict[str, float]:
@@ -254,7 +252,7 @@ def _of_replayed(decisions: float, weights: float, squared_weights: float, limit
     return of_weights
 
 
-def _added(values: Sequence[Any]) -> Any:
+def added(values: Sequence[Any]) -> Any:
     """The sum of numbers, of lists by their places, or of tables by their names, from the first to the last."""
     if isinstance(values[0], list):
         return [sum(column) for column in zip(*values, strict=True)]

@@ -19,9 +19,9 @@ from covey.config import ConfigError
 from covey.core.kl import k3
 from covey.core.loss_weights import count
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import ALONE, own_shards, passes_over
 from covey.runtime.rng import CLIPPING, uniforms
-from covey.train.gather import fill_rows, own_shards, shard_rows, shortest_row
+from covey.train.gather import fill_rows, shard_rows, shortest_row
 from covey.train.metrics import value_metrics
 
 
@@ -218,11 +218,8 @@ def _by_microbatch(
     for shard in (shards[number] for number in own_shards(team)):
         chosen = batch if len(shard) == len(batch) else batch.select(shard)
         parts = list(policy.microbatches(chosen)) if len(shard) else []
-        for number in range(team.passes(len(parts))):
-            if number < len(parts):
-                yield shard[parts[number]], chosen.select(parts[number])
-            else:
-                yield shard[:0], batch.select(shortest_row(batch))
+        for rows, counts in passes_over(parts, lambda: shortest_row(batch), team):
+            yield (shard[rows], chosen.select(rows)) if counts else (shard[:0], batch.select(rows))
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from covey.data import Batch, Team
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import ALONE, own_shards, passes_over
 from covey.runtime.rng import permutation
-from covey.train.gather import own_shards, shard_rows, shortest_row
+from covey.train.gather import shard_rows, shortest_row
 from covey.train.learners import Learner, UpdatePlan
 from covey.train.metrics import Measure, UpdateMetrics, untimed
 
@@ -87,13 +87,13 @@ def _microbatches(
         metrics.shard = shard
         chosen = minibatch if len(shards[shard]) == len(minibatch) else minibatch.select(shards[shard])
         parts = list(learner.microbatches(chosen)) if len(chosen) else []
-        for number in range(passes := team.passes(len(parts))):
-            if number == passes - 1:
+        passes = passes_over(parts, lambda: shortest_row(minibatch), team)
+        for number, (rows, counts) in enumerate(passes):
+            if number == len(passes) - 1:
                 learner.before_last_pass()
-            if number < len(parts):
-                rows = parts[number]
+            if counts:
                 yield (chosen if len(rows) == len(chosen) else chosen.select(rows)), metrics
             else:
-                yield minibatch.select(shortest_row(minibatch)).scale_loss(0), UpdateMetrics(team)
+                yield minibatch.select(rows).scale_loss(0), UpdateMetrics(team)
         if team.shards > 1:
             learner.end_shard()

@@ -18,7 +18,8 @@ from covey.config.files import read_end, status_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.tracking.evaluations import evaluations_of
 from covey.tracking.run_folder import METRICS_FILE, STOPPED_FILE, SUMMARY_FILE, find_runs, last_change, run_state
-from covey.tracking.run_reader import MetricTable, RunReader, kind_of_run, number, parse_metrics, table, text
+from covey.tracking.run_reader import MetricTable, RunReader, kind_of_run, number, table, text
+from covey.tracking.run_store import parse_metrics
 from covey.watch.files import last_recording
 
 SEARCH_SECONDS = 2.0  # least time between two searches for runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from covey.config import (
     ConfigError,
     CriticConfig,
     EvaluationConfig,
+    LoRAConfig,
     LossConfig,
+    ReferenceConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
@@ -25,11 +28,14 @@ from covey.config.rules import validate
 from covey.experiment import job
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import run
-from covey.llm.memory.dimensions import find_model_config
+from covey.llm.memory import estimate
+from covey.llm.memory.dimensions import find_model_config, read_dimensions
 from covey.llm.model.loading import load_model, resolve_checkpoint
 from covey.llm.tasks import Arithmetic
 from covey.runtime.checkpoint import CheckpointFolder
+from covey.runtime.ema import EMAWeights
 from covey.train.loop import train_step
+from covey.train.prepare import NO_REFERENCE
 from helpers.tiny_models import tiny_folder
 
 CPU = torch.device("cpu")
@@ -204,6 +210,33 @@ def test_the_reference_and_the_old_policy_are_the_checkpoint_too(folder, tmp_pat
     assert parts.critics == ()
 
 
+FIXED, LEFT, ADAPTER = LossConfig(kl_coefficient=0.1), LossConfig(kl_coefficient=0.0), LoRAConfig(rank=2)
+
+
+@pytest.mark.parametrize(
+    ("has", "fields"),
+    [
+        (True, {}),
+        (True, {"algorithm": "rloo"}),
+        (True, {"loss": replace(FIXED, kl_warmup_steps=2)}),
+        (True, {"loss": replace(FIXED, kl_warmup_steps=2), "lora": ADAPTER}),
+        (False, {"algorithm": "dapo"}),
+        (False, {"loss": LEFT}),
+        (False, {"loss": replace(LEFT, kl_estimator="exact")}),
+        (False, {"loss": LEFT, "lora": ADAPTER}),
+        (False, {"loss": LEFT, "algorithm": "ppo"}),
+    ],
+)
+def test_a_run_has_a_reference_if_its_kl_coefficient_is_ever_above_0(folder, tmp_path, has, fields):
+    """The prediction of its memory counts the numbers that it has beside the policy's."""
+    config = config_for(tmp_path, "next", str(folder / "base"), reference=ReferenceConfig(refresh_every=2), **fields)
+    parts = built(config, tmp_path)
+    assert (parts.reference is not NO_REFERENCE, isinstance(parts.reference_updater, EMAWeights)) == (has, has)
+    size = read_dimensions(json.loads((folder / "base" / "config.json").read_text()))
+    beside = sum(one.numel() for one in parts.reference.trained.parameters()) if has else 0
+    assert estimate.reference_parameters(size, config) == beside
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "policy"])
 def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
@@ -251,6 +284,7 @@ def test_several_epochs_leave_the_old_policy_and_the_kl_to_it_is_felt(folder, tm
     assert moved[0]["kl/behavior"] > 0
     assert held[0]["kl/behavior"] != loose[0]["kl/behavior"]
     assert all("kl" in line for line in held), "the KL to the reference is watched all the same"
+    assert not any("kl" in line for line in loose)
 
 
 def _metrics(run_dir: Path) -> list[dict]:

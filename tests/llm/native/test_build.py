@@ -246,11 +246,67 @@ def test_cxx_may_have_arguments(monkeypatch):
     assert len(build.find_compiler()) == 1
 
 
-def test_a_compiler_that_never_ends_is_given_up(fresh, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("CXX", compiler_that(tmp_path, "import time; time.sleep(600)"))
-    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.5)
+def test_a_compiler_that_never_ends_is_ended_with_what_it_started(fresh, tmp_path, monkeypatch, caplog):
+    """As the driver of gcc, which starts the compiler proper. Its child keeps the pipe open until it is ended."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    waits = f"import subprocess; subprocess.run(['sh', '-c', 'exec 3>{pipe}; sleep 600'])"
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, waits))
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 1.0)
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     assert bindings.kernels_for(torch.float32, CPU) is None
-    assert "did not finish in 0.5 s" in only_line(caplog)
+    assert "did not finish in 1 s" in only_line(caplog)
+    os.set_blocking(descriptor, True)
+    assert os.read(descriptor, 1) == b""
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (["lib/libbackend_with_compiler.so", "lib/libgomp.so.1"], "lib/libgomp.so.1"),
+        (["lib/libarm_compute.so", "lib/libarm_compute_graph.so", "lib/libgomp-4dbbc2f2.so.1.0.0"], "lib/libgomp-4dbb"),
+        (["lib/libbackend_with_compiler.so", "../torch.libs/libgomp-a34b3233.so.1.0.0"], "../torch.libs/libgomp-a34b"),
+        (["lib/libcomposable.so", "lib/libomp.dylib", "lib/libtorch.dylib"], "lib/libomp.dylib"),
+        (["lib/libiomp5.so", "lib/libnvpl_blas_lp64_gomp.so.0"], "lib/libiomp5.so"),
+        (["lib/libbackend_with_compiler.so", "lib/libnvpl_blas_lp64_gomp.so.0"], None),
+    ],
+)
+def test_the_openmp_library_of_torch_is_found_by_its_name(files, chosen, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    for file in files:
+        (tmp_path / "torch" / "lib" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "torch" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "torch" / file).touch()
+    found = build._openmp_of_torch()
+    if chosen is None:
+        assert found is None
+    else:
+        assert str(found).startswith(str((tmp_path / "torch" / chosen).resolve()))
+
+
+@pytest.mark.parametrize("refused", [[], ["-fopenmp"], ["-fopenmp", "-Xclang"]], ids=["gcc", "Apple's clang", "none"])
+def test_a_compiler_is_given_openmp_as_it_takes_it_or_one_thread_is_said(refused, fresh, tmp_path, monkeypatch, caplog):
+    """Apple's clang refuses -fopenmp but for the compiler proper."""
+    log = tmp_path / "log"
+    does = f"""
+if any(word == '-fopenmp' and sys.argv[at - 1] != '-Xclang' or word == '-Xclang' for at, word in enumerate(sys.argv)
+       if word in {refused}): sys.exit("clang: error: unsupported option '-fopenmp'")
+if '-shared' in sys.argv: open({str(log)!r}, 'w').write(' '.join(sys.argv))
+"""
+    compiles = does + COMPILES % "int self_test() { return 1; }"
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, compiles))
+    assert build.load_library(build.find_compiler()).self_test() == 1
+    words = log.read_text().split()
+    assert [word for word in words if word in ("-Xclang", "-fopenmp")] == [["-fopenmp"], ["-Xclang", "-fopenmp"], []][
+        len(refused)
+    ]
+    runtime = build._openmp_of_torch()
+    assert (str(runtime) in words) is (runtime is not None and len(refused) < 2)
+    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line.endswith("has no OpenMP, so covey's kernels compute with one thread") for line in lines] == [True] * (
+        len(refused) == 2
+    )
 
 
 def test_without_a_compiler_torch_decodes_and_one_line_says_so(fresh, tmp_path, monkeypatch, caplog):
@@ -299,7 +355,7 @@ def test_processes_that_compile_at_once_wait_for_each_other(fresh, tmp_path, bui
     folder.chmod(0o700)
     counted = tmp_path / "counted"
     does = (
-        f"import shutil, time; open({str(counted)!r}, 'a').write('x'); time.sleep(0.5); "
+        f"import shutil, time; open({str(counted)!r}, 'a').write('x' * ('-shared' in sys.argv)); time.sleep(0.5); "
         f"shutil.copy({str(the_library(built))!r}, out)"
     )
     code = (

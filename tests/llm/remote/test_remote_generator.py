@@ -29,11 +29,12 @@ from covey.llm.generation.generator import (
 )
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
-from covey.llm.remote.client import Client
+from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.generator import RemoteGenerator
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport, Transport, private_folders
+from covey.llm.remote.wire import SLEEP, WAKE
 from helpers.samplers import TOKEN, Proxy, Serving, begin, is_generation, serving, wait_for
 from helpers.tiny_models import tiny_folder, tiny_model
 
@@ -455,3 +456,30 @@ def test_conversations_that_wait_for_an_answer_past_the_deadline_have_failed(
     assert failures[0] is None
     assert isinstance(failures[1], GenerationFailure)
     assert failures[1].reason is FailureReason.DEADLINE
+
+
+def test_servers_on_the_gpu_of_the_run_are_told_to_sleep_and_woken_once(policy: LanguagePolicy) -> None:
+    told: list[tuple[int, str]] = []
+
+    class Told:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        async def post(self, route: str, body: dict[str, Any]) -> None:
+            told.append((self.number, route))
+            if self.number == 1:
+                raise LostServer("it has ended")
+
+    for sleeps in (False, True):
+        clients: Any = [Told(0), Told(1)]
+        fleet = Fleet(policy, clients, FileTransport(), False, NO_CHILDREN, sleeps=sleeps, rotation=[0, 1])
+        fleet.wake()
+        assert told == []
+        fleet.sleep()
+        fleet.wake()
+        fleet.wake()
+        assert sorted(told, key=lambda one: one[0]) == (
+            [(0, SLEEP), (0, WAKE), (1, SLEEP), (1, WAKE)] if sleeps else []
+        )
+        assert fleet.rotation == ([0] if sleeps else [0, 1])
+        fleet.close()

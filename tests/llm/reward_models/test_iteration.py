@@ -15,7 +15,9 @@ from torch import Tensor
 from covey.config import IterationConfig, RewardConfig
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group
+from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.reward_models import iteration as module
+from covey.llm.reward_models.examples import LabelObjective
 from covey.llm.reward_models.graded_groups import GradeSource
 from covey.llm.reward_models.iteration import IteratedRewardModel, Record
 from covey.llm.reward_models.model import RewardModel
@@ -56,8 +58,10 @@ class Model:
         config = RewardModelConfig(batch_size=2, learning_rate=1e-2, schedule="constant", seed=5)
         proxy = WeightedReward("reward_model", self.runner, {})
         self.trained = IteratedRewardModel(
-            settings, config, GradeSource(5, 8), proxy, self.load, lambda number: step_of(1000 + number), self.monitor
-        )
+            settings, config, GradeSource(5, 8), proxy, self.load,
+            lambda model: build_reward_trainer(model, config, LabelObjective()),
+            lambda number: step_of(1000 + number), self.monitor,
+        )  # fmt: skip
 
     def load(self) -> RewardModel:
         self.runner._model = tiny_reward_model(RewardModelKind.OUTCOME)
@@ -79,9 +83,9 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     train = module.train_epochs
 
-    def record(trainer: Any, examples: Sequence[Any], **options: Any) -> int:
+    def record(trainer: Any, examples: Sequence[Any], config: Any, **options: Any) -> int:
         found.append([one.example.completion for one in examples])
-        return train(trainer, examples, **options)
+        return train(trainer, examples, config, **options)
 
     monkeypatch.setattr(module, "train_epochs", record)
     return found

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError, RunError
 from covey.config.sft import RewardModelConfig, RewardModelKind
+from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.data.reward_examples import Example, Graded, Pair, Steps, read_examples
 from covey.llm.data.rows import hold_out
 from covey.llm.reward_models.examples import EncodedExample, choose_objective, encode_examples, kind_of_examples
 from covey.llm.reward_models.model import as_batch
-from covey.llm.reward_models.training import RewardModelTrainer, evaluate, train_epochs
+from covey.llm.reward_models.training import evaluate, train_epochs
+from covey.train.supervised import SupervisedTrainer
 from helpers.reward_models import tiny_reward_model
 
 PAIRS: list[Example] = [
@@ -77,7 +79,7 @@ def test_the_step_is_adamw_on_the_mean_loss_for_any_microbatches(name: str, micr
         weight_decay=0.1,
     )  # fmt: skip
     model, other = (tiny_reward_model(kind) for _ in range(2))
-    trainer = RewardModelTrainer(model, config, choose_objective(examples, center=center), total_steps=1)
+    trainer = build_reward_trainer(model, config, choose_objective(examples, center=center), 1)
     encoded = encode_examples(examples, model.encoder, None)
     metrics = trainer.train_step(encoded)
 
@@ -117,15 +119,16 @@ def many(count: int, seed: int = 0) -> list[Example]:
 
 def make(
     examples: list[Example], config: RewardModelConfig, steps: int = 100
-) -> tuple[RewardModelTrainer, list[EncodedExample]]:
+) -> tuple[SupervisedTrainer, list[EncodedExample]]:
     model = tiny_reward_model(kind_of_examples(examples))
     encoded = encode_examples(examples, model.encoder, None)
-    return RewardModelTrainer(model, config, choose_objective(examples), steps), encoded
+    return build_reward_trainer(model, config, choose_objective(examples), steps), encoded
 
 
 def test_the_examples_of_a_prompt_stay_together_and_every_epoch_has_another_order() -> None:
     examples = [Graded(f"{i}", f"{i % 5}=", f"{i}", float(i % 2)) for i in range(20)]
-    trainer, encoded = make(list(examples), RewardModelConfig(batch_size=4))
+    config = RewardModelConfig(batch_size=4)
+    trainer, encoded = make(list(examples), config)
     seen: list[list[str]] = []
     step = trainer.train_step
 
@@ -134,14 +137,14 @@ def test_the_examples_of_a_prompt_stay_together_and_every_epoch_has_another_orde
         return step(batch)
 
     trainer.train_step = watched  # type: ignore[method-assign]
-    train_epochs(trainer, encoded, epochs=2, on_step=lambda done, metrics: True)
+    train_epochs(trainer, encoded, config, epochs=2, on_step=lambda done, metrics: True)
     assert len(seen) == 10
     first, second = list(chain(*seen[:5])), list(chain(*seen[5:]))
     assert sorted(first, key=int) == sorted(second, key=int) == [str(i) for i in range(20)]
     assert first != second
     assert all(len({int(place) % 5 for place in batch}) == 1 for batch in seen)
     seen.clear()
-    train_epochs(trainer, encoded, epochs=1, on_step=lambda done, metrics: True, iteration=1)
+    train_epochs(trainer, encoded, config, epochs=1, on_step=lambda done, metrics: True, iteration=1)
     assert list(chain(*seen)) not in (first, second)
 
 
@@ -149,15 +152,25 @@ def test_the_examples_of_a_prompt_stay_together_and_every_epoch_has_another_orde
 def test_an_interrupted_training_continues_to_the_same_bits() -> None:
     config = RewardModelConfig(batch_size=4, learning_rate=1e-3, warmup_steps=2)
     whole, encoded = make(many(18), config, steps=10)
-    train_epochs(whole, encoded, epochs=2, on_step=lambda done, metrics: True)
+    train_epochs(whole, encoded, config, epochs=2, on_step=lambda done, metrics: True)
     for stop in (1, 4, 5, 9):
         first, _ = make(many(18), config, steps=10)
-        assert train_epochs(first, encoded, epochs=2, on_step=lambda done, metrics, stop=stop: done < stop) == stop
+        assert (
+            train_epochs(first, encoded, config, epochs=2, on_step=lambda done, metrics, stop=stop: done < stop) == stop
+        )
         second, _ = make(many(18), config, steps=10)
         second.load_state_dict(json_free(first.state_dict()))
-        assert train_epochs(second, encoded, epochs=2, on_step=lambda done, metrics: True, done=second.step) == 10
-        for name, tensor in whole.model.module.state_dict().items():
-            assert torch.equal(tensor, second.model.module.state_dict()[name]), (stop, name)
+        assert (
+            train_epochs(second, encoded, config, epochs=2, on_step=lambda done, metrics: True, done=second.step) == 10
+        )
+        for name, tensor in module_of(whole).state_dict().items():
+            assert torch.equal(tensor, module_of(second).state_dict()[name]), (stop, name)
+
+
+def module_of(trainer: SupervisedTrainer) -> Any:
+    """The classifier that is trained."""
+    criterion: Any = trainer.criterion
+    return criterion.model.module
 
 
 def json_free(state: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +183,7 @@ def json_free(state: dict[str, Any]) -> dict[str, Any]:
 def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     trainer, encoded = make(many(4), RewardModelConfig())
     with torch.no_grad():
-        trainer.model.module.score.weight.fill_(float("inf"))
+        module_of(trainer).score.weight.fill_(float("inf"))
     with pytest.raises(RunError, match="not finite in step 1: lower --learning-rate"):
         trainer.train_step(encoded)
 

@@ -13,7 +13,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sft.encoding import EncodedExample, batch_of
 from covey.runtime.optimizer import MasterAdamW
 from covey.runtime.rng import shuffled_batches
-from covey.train.supervised import SupervisedTrainer, mean_loss
+from covey.train.supervised import Likelihood, SupervisedTrainer, mean_loss
 from helpers.tiny_models import PLAIN, SHARED, tiny_model
 
 IGNORED = -100  # transformers' label of a token without a loss
@@ -42,9 +42,8 @@ def oracle(module, examples):
     return total, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def trainer_of(module, microbatch_tokens=4096):
-    policy = LanguagePolicy(module, microbatch_tokens=microbatch_tokens)
-    return SupervisedTrainer(policy, MasterAdamW(module, 1e-3), schedules.constant(1e-3))
+def criterion_of(module, microbatch_tokens=4096):
+    return Likelihood(LanguagePolicy(module, microbatch_tokens=microbatch_tokens), batch_of)
 
 
 @pytest.mark.sampled(9)
@@ -53,20 +52,20 @@ def test_loss_and_gradient_are_those_of_transformers(kind):
     module = tiny_model(kind)
     expected, gradients = oracle(module, EXAMPLES)
     for microbatch_tokens in (4096, 12):  # one microbatch, and several
-        trainer = trainer_of(copy.deepcopy(module), microbatch_tokens)
-        batch = batch_of(EXAMPLES)
-        assert len(list(trainer.policy.microbatches(batch))) >= (1 if microbatch_tokens > 12 else 3)
-        assert trainer._accumulate(batch) == pytest.approx(expected, rel=1e-5)
-        for name, parameter in trainer.policy.module.named_parameters():
+        trained = copy.deepcopy(module)
+        criterion = criterion_of(trained, microbatch_tokens)
+        trainer = SupervisedTrainer(criterion, MasterAdamW(trained, 1e-3), schedules.constant(1e-3))
+        assert len(criterion.microbatches(EXAMPLES)) >= (1 if microbatch_tokens > 12 else 3)
+        loss, _ = trainer._accumulate(EXAMPLES, criterion.terms(EXAMPLES))
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, parameter in trained.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=2e-6, msg=f"{kind} {name}")
 
 
 def test_the_held_out_loss_is_the_mean_over_the_tokens_of_all_batches():
     module = tiny_model()
     expected, _ = oracle(module, EXAMPLES)
-    policy = LanguagePolicy(module, microbatch_tokens=12)
-    batches = [batch_of(EXAMPLES[:3]), batch_of(EXAMPLES[3:])]
-    assert mean_loss(policy, batches) == pytest.approx(expected, rel=1e-6)
+    assert mean_loss(criterion_of(module, 12), [EXAMPLES[:3], EXAMPLES[3:]]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_every_epoch_has_each_example_once_in_an_order_of_its_own_and_goes_on_anywhere():

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from covey.cli.options import add_fields, given_fields, option, option_of
-from covey.config.common import ConfigError, config_field
+from covey.config.common import ConfigError, check_shards, config_field
 from covey.config.files import shortened
-from covey.config.llm import RunConfig, check_shards
+from covey.config.llm import RunConfig
 
 UNITS = {"B": 1, **{f"{letter}B": 1000**at for at, letter in enumerate("KMGTP", start=1)}}
 UNITS |= {f"{letter}IB": 1024**at for at, letter in enumerate("KMGTP", start=1)}
@@ -109,7 +109,7 @@ def check_planned_ranks(ranks: int, config: RunConfig) -> None:
         raise ConfigError(
             f"{ranks} ranks cannot divide cluster.shards = {shards}: give --ranks {shards} or fewer, or raise --shards"
         )
-    check_shards(shards, config.sampling.prompts_per_step)
+    check_shards(shards, config.sampling.prompts_per_step, "sampling.prompts_per_step")
 
 
 def add_options(command: argparse.ArgumentParser, ranks: argparse._ArgumentGroup) -> None:

@@ -15,24 +15,27 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from covey.config import ConfigError, RunError
 from covey.config.fields import command
 from covey.config.files import make_folder, path_error, user_path
 from covey.config.model_sources import ModelKind, locate_model
-from covey.config.servers import ServeOptions, VllmOptions, default_token_file, hide
+from covey.config.servers import ServeOptions, VllmOptions, default_token_file, hide, no_vllm
 from covey.config.terminal import say
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.loading import LoadedModel, load_model, model_folder, resolve_checkpoint
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote import wire
 from covey.llm.remote.client import Client, LostServer
+from covey.llm.remote.fleet import end_with_parent
 from covey.llm.remote.proof import probe
 from covey.llm.remote.weights import FileTransport, dtype_name, private_folder, private_folders
-from covey.runtime.device import build_machine
+from covey.runtime.device import choose_device, choose_precision, set_threads
 from covey.runtime.variables import cache_folder
 
 NAME = "policy"  # of the model in vLLM's routes
@@ -40,7 +43,7 @@ MOST_BATCHED_TOKENS = 1 << 17
 LEAST_BATCHED_TOKENS = 2048  # a smaller batch makes prompts wait without need
 TIMEOUT_SECONDS = 600.0  # of a request of the probe
 START_SECONDS = 1800.0  # vLLM starts within two minutes on two cores, and in ten if they have other work
-STOP_SECONDS = 30.0
+STOP_SECONDS = 8.0  # less than a run gives its samplers to end
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 15.0
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -65,6 +68,8 @@ class VllmSettings:
     max_model_len: int = 2048  # tokens of a prompt with its completion
     batched_tokens: int = 0  # in a forward pass; 0: chosen
     kv_gib: int = 2  # memory of keys and values on CPUs
+    gpu_memory: float = 0.0  # fraction of a GPU's memory; 0: vLLM's choice
+    sleep: bool = False  # the routes /sleep and /wake_up free and take a GPU's memory
     threads: int = 0  # 0: vLLM's choice
     eager: bool = False  # starts sooner and generates more slowly
 
@@ -75,10 +80,7 @@ class VllmSettings:
             ConfigError: with the fix.
         """
         if not os.access(self.python, os.X_OK):
-            raise ConfigError(
-                f"--vllm-python: there is no vLLM environment at {self.python}: `make scale` in covey's repository "
-                "creates .scale-venv; name its bin/python"
-            )
+            raise ConfigError(f"--vllm-python: {no_vllm(str(self.python))}")
         if self.max_model_len > MOST_BATCHED_TOKENS:
             raise ConfigError(f"--max-model-len must be at most {MOST_BATCHED_TOKENS}: set it to what the run needs")
         if self.batched_tokens and self.batched_tokens < self.max_model_len:
@@ -109,8 +111,11 @@ class VllmSettings:
             "--middleware": "covey_vllm.Guard",
             "--weight-transfer-config": json.dumps({"backend": "covey"}),  # of covey_vllm
         }
+        if self.gpu_memory:
+            options["--gpu-memory-utilization"] = f"{self.gpu_memory:g}"
         # Without --enable-scale-out the token-in token-out route answers 403.
         flags = ["--enable-scale-out", "--no-enable-chunked-prefill", *(["--enforce-eager"] if self.eager else [])]
+        flags += ["--enable-sleep-mode"] if self.sleep else []
         return [str(self.python), "-m", "covey_vllm", *(part for pair in options.items() for part in pair), *flags]
 
     @property
@@ -237,34 +242,51 @@ class VllmProcess:
 
 
 def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
-    """Start vLLM, probe it, and wait until Ctrl-C.
+    """Start vLLM, probe it, and wait until Ctrl-C. A run that starts it gives it weights at once, so it has no probe.
 
     Raises:
         ConfigError: if an option, the environment or the model cannot be used.
         RunError: if vLLM does not start, ends, or does not take weights.
     """
+    ending = ExitStack()
+    if options.child:
+        end_with_parent(ending.close)
     token = options.token()
     settings = _settings(options, vllm, Path())
     settings.check()
-    machine = build_machine("cpu", options.precision, options.threads)
-    loaded = load_model(options.model, dtype=machine.dtype, device=machine.device)
+    set_threads(options.threads)
+    if options.precision == "auto":
+        dtype = choose_precision("auto", choose_device("auto"))  # the GPU's if vLLM will have one
+    else:
+        dtype = getattr(torch, DTYPES[options.precision])
+    loaded = load_model(options.model, dtype=dtype, device=torch.device("cpu"))
     _check_length(loaded, vllm.max_model_len)
     with _local_folder(loaded, options.model) as folder:
         port = options.port or _free_port(options.host)
         address = f"http://[{options.host}]:{port}" if ":" in options.host else f"http://{options.host}:{port}"
-        settings = _settings(options, vllm, folder, port, PRECISIONS[dtype_name(machine.dtype)])
+        settings = _settings(options, vllm, folder, port, PRECISIONS[dtype_name(dtype)])
         client = Client(address, token, TIMEOUT_SECONDS)
-        say(f"starting vLLM with {options.model} in {dtype_name(machine.dtype)} at {address}; this takes minutes")
+        say(f"starting vLLM with {options.model} in {dtype_name(dtype)} at {address}; this takes minutes")
         with VllmProcess(settings, _log_file(port), token) as process:
-            seconds = process.wait_until(lambda: _answers(client), say)
-            say(f"vLLM has started after {seconds:.0f} s; its output is in {process.log}")
-            policy = LanguagePolicy(loaded.module.requires_grad_(False))
-            transport = FileTransport(str(settings.weights_folders[0]))
-            found = probe(client, policy, transport, loaded.chat.end_ids)
-            del loaded, policy  # vLLM needs the memory
-            say(f"updates of its weights take: log-probabilities differ from covey's by {found.line}")
-            say(f"Use it: {command('train', 'RECIPE', '--sampler.kind', 'vllm', '--servers', address)}")
+            ending.callback(process.stop)
+            if not options.child:
+                _prove(process, client, loaded, settings.weights_folders[0])
+                say(f"Use it: {command('train', 'RECIPE', '--sampler.kind', 'vllm', '--servers', address)}")
+            del loaded  # vLLM needs the memory
             process.wait()
+
+
+def _prove(process: VllmProcess, client: Client, loaded: LoadedModel, folder: Path) -> None:
+    """Wait until vLLM answers, and probe it; `folder` is for weights.
+
+    Raises:
+        RunError: if it does not start, or does not take weights.
+    """
+    seconds = process.wait_until(lambda: _answers(client), say)
+    say(f"vLLM has started after {seconds:.0f} s; its output is in {process.log}")
+    policy = LanguagePolicy(loaded.module.requires_grad_(False))
+    found = probe(client, policy, FileTransport(str(folder)), loaded.chat.end_ids)
+    say(f"updates of its weights take: log-probabilities differ from covey's by {found.line}")
 
 
 def _settings(
@@ -289,6 +311,8 @@ def _settings(
         max_model_len=vllm.max_model_len,
         batched_tokens=vllm.batched_tokens,
         kv_gib=vllm.kv_gib,
+        gpu_memory=vllm.gpu_memory,
+        sleep=vllm.sleep,
         threads=options.threads,
         eager=vllm.eager,
     )
@@ -305,12 +329,14 @@ def _local_folder(loaded: LoadedModel, name: str) -> Iterator[Path]:
     """Context manager of a folder with the model in transformers' layout, for vLLM to read."""
     source = locate_model(resolve_checkpoint(name))
     if source.kind is not ModelKind.CHECKPOINT:
+        del loaded
         yield model_folder(source)
         return
     # A checkpoint of a run has the masters of its weights alone.
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
         loaded.module.save_pretrained(folder)
         loaded.chat.tokenizer.save_pretrained(folder)
+        del loaded
         yield Path(folder)
 
 

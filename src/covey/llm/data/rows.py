@@ -87,15 +87,14 @@ def read_data(config: DatasetConfig) -> Split[Row]:
         ConfigError: if a file is missing, empty or too large, or has an unusable line; if no row is left to train on or
             to hold out.
     """
-    rows = read_rows(config.path)
-    if not config.held_out_path:
-        return hold_out(rows, config.held_out_fraction, one_prompt=ONE_PROMPT.format(path=config.path))
-    return without_held_out(
-        rows,
-        read_rows(config.held_out_path),
+    return divide(
+        read_rows(config.path),
+        read_rows(config.held_out_path) if config.held_out_path else [],
+        config.held_out_fraction,
         paths=(config.path, config.held_out_path),
         drop=config.overlap == "drop",
         remedy='; set task.overlap = "drop"',
+        one_prompt=ONE_PROMPT.format(path=config.path),
     )
 
 
@@ -294,21 +293,32 @@ def kind_name(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
 
-def without_held_out(
-    items: Sequence[Item], held_out: list[Item], *, paths: tuple[str, str], drop: bool, remedy: str = ""
+def divide(
+    items: list[Item],
+    held_out: list[Item],
+    fraction: float,
+    *,
+    paths: tuple[str, str],
+    drop: bool,
+    one_prompt: str,
+    remedy: str = "",
 ) -> Split[Item]:
-    """The items whose prompts are not held out, for training, and the held-out ones.
+    """Training and held-out items: the given held-out ones, or a fraction of the items as in `hold_out`.
 
     Args:
         items: rows or examples of the first path.
-        held_out: those of the second.
+        held_out: those of the second; empty if a fraction is held out.
+        fraction: of the different prompts; 0: none.
         paths: of both, for messages.
-        drop: leave the others out; False: they are an error.
-        remedy: end of this error, which names the setting that drops them.
+        drop: leave items whose prompts are in `held_out` out of training; False: they are an error.
+        one_prompt: message of the error if all items have the same prompt.
+        remedy: end of the error about a prompt in both, which names the setting that drops them.
 
     Raises:
-        ConfigError: for a prompt in both files without `drop`; if no item is left.
+        ConfigError: for a prompt in both files without `drop`; if no item is left for training or to hold out.
     """
+    if not held_out:
+        return hold_out(items, fraction, one_prompt=one_prompt) if fraction else Split(items, [])
     places = {item.content: item.place for item in reversed(held_out)}
     shared = [item for item in items if item.content in places]
     if shared and not drop:

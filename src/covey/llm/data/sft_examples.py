@@ -22,11 +22,10 @@ from covey.llm.data.rows import (
     Split,
     check_messages,
     check_prompt,
+    divide,
     faults_at,
-    hold_out,
     kind_name,
     read_records,
-    without_held_out,
 )
 
 
@@ -74,20 +73,16 @@ def split_examples(config: SFTConfig, examples: list[Example]) -> Split[Example]
     Raises:
         ConfigError: if no example is left for one of them.
     """
-    if config.held_out_path:
-        return without_held_out(
-            examples,
-            read_rows(config, config.held_out_path),
-            paths=(config.data, config.held_out_path),
-            drop=config.overlap == "drop",
-            remedy='; set sft.overlap = "drop"',
-        )
-    if not config.held_out_fraction:
-        return Split(examples, [])
-    one_prompt = (
-        f"{config.data} has only one prompt, so none is left to hold out: add prompts, or set sft.held_out_fraction = 0"
+    return divide(
+        examples,
+        read_rows(config, config.held_out_path) if config.held_out_path else [],
+        config.held_out_fraction,
+        paths=(config.data, config.held_out_path),
+        drop=config.overlap == "drop",
+        remedy='; set sft.overlap = "drop"',
+        one_prompt=f"{config.data} has only one prompt, so none is left to hold out: add prompts, or set "
+        "sft.held_out_fraction = 0",
     )
-    return hold_out(examples, config.held_out_fraction, one_prompt=one_prompt)
 
 
 def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:

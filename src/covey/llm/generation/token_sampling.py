@@ -73,6 +73,15 @@ class Truncation:
 WHOLE = Truncation()
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How the tokens of a batch are drawn."""
+
+    temperature: float  # divides the logits; 0: argmax
+    truncation: Truncation  # tokens that may not be drawn
+    end_ids: tuple[int, ...]  # token ids that end a completion
+
+
 BLOCK = 256  # width of a block: two short cumulative sums replace one over the whole vocabulary
 # Rows per chunk of probabilities: 6 MB with a vocabulary of 50,000, which fits into a CPU's cache. A chunk is thirty
 # kernels of a GPU.
@@ -93,17 +102,13 @@ def sample_tokens(
         kernels: used if they support the dtype and device of the logits; otherwise torch.
 
     Returns:
-        tokens_R (int64) and logprobs_R (nats).
-
-    Raises:
-        FloatingPointError: if the logits of a row contain NaN or +infinity, or are all -infinity.
+        tokens_R (int64) and logprobs_R (nats); NaN if the logits of a row define no distribution: they contain NaN or
+        +infinity, or are all -infinity.
     """
     if temperature == 0.0:
         z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-        total_R = z_RV.logsumexp(dim=1)
-        _check_finite(total_R)
         tokens_R = z_RV.argmax(dim=1)
-        return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - total_R
+        return tokens_R, z_RV.gather(1, tokens_R[:, None])[:, 0] - z_RV.logsumexp(dim=1)
     if (native := kernels.of(logits_RV)) is not None:
         return native.sample_tokens(logits_RV.contiguous(), uniforms_R, temperature)
     rows = ROWS[device_kind(logits_RV.device)]
@@ -120,12 +125,6 @@ def buffer_bytes(rows: int, vocabulary: int, device: str) -> int:
     return 2 * min(rows, ROWS[device]) * vocabulary * torch.float32.itemsize
 
 
-def _check_finite(total_R: Tensor) -> None:
-    failed = int((~total_R.isfinite()).sum())
-    if failed:
-        raise FloatingPointError(f"{failed} rows of logits define no distribution")
-
-
 def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     mass_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32), copy=True)
     if temperature != 1.0:
@@ -135,7 +134,6 @@ def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Te
     mass_RCV = pad(mass_RV, (0, -mass_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     upto_RC = mass_RCV.sum(dim=2).double().cumsum(dim=1)
     total_R = upto_RC[:, -1]
-    _check_finite(total_R)
 
     wanted_R1 = (uniforms_R * total_R)[:, None]
     block_R1 = torch.searchsorted(upto_RC, wanted_R1, right=True).clamp(max=upto_RC.shape[1] - 1)
@@ -145,5 +143,6 @@ def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Te
     # By rounding, the offset may exceed the block's last token of positive probability; then this token is chosen.
     last_R1 = BLOCK - 1 - (inside_RV.flip(1) > 0).int().argmax(dim=1, keepdim=True)
     tokens_R1 = block_R1 * BLOCK + torch.minimum(offset_R1, last_R1)
+    tokens_R1.clamp_(max=logits_RV.shape[1] - 1)  # of a row without a distribution
     chosen_R1 = logits_RV.gather(1, tokens_R1).to(mass_RV.dtype) / temperature
     return tokens_R1[:, 0], (chosen_R1 - top_R1)[:, 0] - total_R.log().to(mass_RV.dtype)

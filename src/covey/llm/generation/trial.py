@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
+from covey.config.files import raise_fault
 from covey.data import Batch
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
@@ -83,6 +84,7 @@ class Trial:
         try:
             whole, forked = self.plain.after([sequence, other])
         except Exception as error:  # whatever transformers raises for inputs that this model does not take
+            raise_fault(error)
             raise ConfigError(
                 f"{name} cannot be trained: its forward pass over tokens alone fails ({_first_line(error)}); "
                 "choose another model"
@@ -131,7 +133,8 @@ class Trial:
             with torch.enable_grad():
                 logits_TV = next_token_logits(self.module, tokens_L, 4)
                 gradients = torch.autograd.grad(exact_logprobs(logits_TV)[:, 0].sum(), parameters, allow_unused=True)
-        except Exception:  # Reformer asserts that it is in training mode
+        except Exception as error:  # Reformer asserts that it is in training mode
+            raise_fault(error)
             return False
         return any(gradient is not None for gradient in gradients)
 
@@ -143,7 +146,8 @@ class Trial:
             return False
         try:
             return all(self._packs(length) for length in sorted({MIN_TOKENS, self.longest}))
-        except Exception:  # model code that does not support a layout may raise any exception
+        except Exception as error:  # model code that does not support a layout may raise any exception
+            raise_fault(error)
             return False
         finally:
             if not self._shares:
@@ -185,7 +189,8 @@ class Trial:
             if not exact:
                 return not any(bool(logits_V.isnan().any()) for logits_V in logits)
             plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
-        except Exception:  # a cache that the model does not support may raise any exception
+        except Exception as error:  # a cache that the model does not support may raise any exception
+            raise_fault(error)
             return False
         return _agree(torch.stack(logits), torch.stack(plain))
 
@@ -212,7 +217,8 @@ def attention_note(trial: Trial) -> str:
         for config, _ in trial.attention:
             config._attn_implementation_internal = other
         (found,) = PlainPasses(trial.module).after([ids])
-    except Exception:  # whatever transformers raises for a model without this implementation
+    except Exception as error:  # whatever transformers raises for a model without this implementation
+        raise_fault(error)
         return ""
     finally:
         trial.restore_attention()

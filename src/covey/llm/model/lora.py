@@ -26,7 +26,7 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # peft
 from transformers.pytorch_utils import Conv1D
 
 from covey.config import ConfigError, LoRAConfig
-from covey.config.files import path_error, read_json
+from covey.config.files import path_error, raise_fault, read_json
 from covey.config.model_sources import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from covey.runtime.rng import ADAPTING, uniforms
 from covey.runtime.sharding import WHOLE, Weights
@@ -182,7 +182,8 @@ def _is_linear(part: nn.Module) -> bool:
     outputs, inputs = part.weight.shape if isinstance(part, nn.Linear) else part.weight.T.shape
     try:
         result = part(part.weight.new_zeros(2, inputs))
-    except Exception:  # of a model's code, for an input of another shape
+    except Exception as error:  # of a model's code, for an input of another shape
+        raise_fault(error)
         return False
     return isinstance(result, Tensor) and result.shape == (2, outputs)
 

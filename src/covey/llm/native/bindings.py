@@ -15,12 +15,14 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from covey.config import ConfigError
+from covey.config.files import raise_fault
 from covey.llm.native.build import BuildError, find_compiler, load_library
 from covey.runtime.device import cpu_info
 
@@ -107,9 +109,9 @@ class EntryPoints:
     """The C functions for one storage type, with their argument types. `library` has one per type and function."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        def entry(name: str, *types: Any, returns: type | None = None) -> Callable[..., Any]:
+        def entry(name: str, *types: Any) -> Callable[..., Any]:
             function = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
-            function.argtypes, function.restype = types, returns
+            function.argtypes, function.restype = types, None
             return function  # type: ignore[no-any-return]
 
         address, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -123,9 +125,7 @@ class EntryPoints:
         self.prefix_attention = entry("prefix_attention", ctypes.POINTER(PrefixAttentionArgs))
         self.store_prompt_kv = entry("store_prompt_kv", *[address] * 4, number, number, number)
         self.decode_attention = entry("decode_attention", ctypes.POINTER(AttentionArgs))
-        self.sample_tokens = entry(
-            "sample_tokens", address, address, real, address, address, number, number, number, returns=ctypes.c_int
-        )
+        self.sample_tokens = entry("sample_tokens", address, address, real, address, address, number, number, number)
         self.logprob_entropy = entry("logprob_entropy", address, address, real, *[address] * 3, number, number, number)
         self.logit_gradients = entry("logit_gradients", *[address] * 6, real, ctypes.c_int64, number, number, number)
         library.has_avx512_bf16.restype = library.has_amx.restype = ctypes.c_bool
@@ -303,24 +303,12 @@ class Kernels:
         self._entries.decode_step(ctypes.byref(args))
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `token_sampling.sample_tokens`, for a temperature above 0.
-
-        Raises:
-            FloatingPointError: if the logits of a row are not finite.
-        """
+        """As `token_sampling.sample_tokens`, for a temperature above 0."""
         tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
         logprobs_R = torch.empty(len(logits_RV), dtype=torch.float32)
         results = tokens_R.data_ptr(), logprobs_R.data_ptr()
-        failed = self._entries.sample_tokens(
-            logits_RV.data_ptr(),
-            uniforms_R.data_ptr(),
-            temperature,
-            *results,
-            *logits_RV.shape,
-            torch.get_num_threads(),
-        )
-        if failed:
-            raise FloatingPointError(f"{failed} rows of logits define no distribution")
+        given = logits_RV.data_ptr(), uniforms_R.data_ptr(), temperature
+        self._entries.sample_tokens(*given, *results, *logits_RV.shape, torch.get_num_threads())
         return tokens_R, logprobs_R
 
     def logprob_entropy(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
@@ -368,6 +356,18 @@ class KernelSet:
 TORCH_ALONE = KernelSet({})
 
 
+OLDEST_GPU = (8, 0)  # compute capability
+
+
+def may_have_kernels(device: str) -> bool:
+    """Whether `kernels_for` may find kernels on "cpu" or "cuda", without compiling one; true for a GPU not present."""
+    if os.environ.get(SWITCH) == "0":
+        return False
+    if device == "cpu" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() >= OLDEST_GPU and find_spec("triton") is not None
+
+
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
     """The kernels for bf16 or fp32 tensors on a CPU or a GPU; None for other tensors, or if they cannot be compiled or
     do not give torch's numbers there."""
@@ -381,7 +381,7 @@ def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
 @cache
 def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels | None:
     """None without Triton, on GPUs older than Ampere, and if a kernel fails its test, with a warning."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
         return None
     try:
         from covey.llm.native import triton_kernels
@@ -389,6 +389,7 @@ def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels |
         kernels = triton_kernels.TritonKernels(dtype)
         triton_kernels.check(kernels, device)
     except Exception as error:  # Triton, its compiler and the driver raise any exception
+        raise_fault(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _log.warning("covey's kernels are not used on this GPU, so sampling and updates are slower: %s", reason)
         return None

@@ -13,8 +13,10 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,9 @@ from covey.runtime.variables import cache_folder, check_private
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 # -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict
 # aliasing GCC 12 moved reads before these writes, depending on the processor that -march=native names.
-FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-fopenmp", "-shared")
+FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared")
+OPENMP = (["-fopenmp"], ["-Xclang", "-fopenmp"])  # of gcc and clang; of Apple's clang
+OPENMP_LIBRARY = re.compile(r"lib(gomp|omp|iomp5)\b.*\.(so|dylib)\b")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
@@ -141,13 +145,10 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         BuildError: if the compiler or the self-test fails.
     """
     _log.info("compiling covey's kernels once (about 20 s)")
-    runtime = _openmp_of_torch()
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch:
         draft, checksum = Path(scratch) / library.name, Path(scratch) / "checksum"
-        _output_of(
-            [*compiler, *flags, str(SOURCE), *([str(runtime)] if runtime else []), "-o", str(draft)],
-            timeout_seconds=COMPILE_SECONDS,
-        )
+        openmp = _openmp(compiler, Path(scratch))
+        _output_of([*compiler, *flags, str(SOURCE), *openmp, "-o", str(draft)], COMPILE_SECONDS)
         if not draft.is_file():
             raise BuildError(f"the compiler {compiler[0]} wrote no library")
         draft.chmod(0o700)
@@ -157,27 +158,48 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         library.with_suffix(CHECKSUM).unlink(missing_ok=True)
         draft.replace(library)
         checksum.replace(library.with_suffix(CHECKSUM))
+    if not openmp:
+        _log.warning("the compiler %s has no OpenMP, so covey's kernels compute with one thread", compiler[0])
+
+
+def _openmp(compiler: Sequence[str], scratch: Path) -> list[str]:
+    """The arguments that link a program with OpenMP, by torch's library if possible; [] if the compiler has none."""
+    program, runtime = scratch / "openmp.cpp", _openmp_of_torch()
+    program.write_text("int main() {\n#pragma omp parallel\n{}\n}\n")
+    for flags in OPENMP:
+        arguments = [*flags, *([str(runtime)] if runtime else [])]
+        with suppress(BuildError):
+            _output_of([*compiler, str(program), *arguments, "-o", str(scratch / "openmp")], COMPILE_SECONDS)
+            return arguments
+    return []
 
 
 def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
-    """Standard output of a command.
+    """Standard output of a command, which is ended with all processes that it started at the time limit.
 
     Raises:
         BuildError: if it fails, with the first line of its messages that contains "error".
+        subprocess.TimeoutExpired: at the time limit.
     """
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout_seconds
-    )
-    if done.returncode == 0:
-        return done.stdout
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0
+    ) as process:
+        try:
+            output, messages = process.communicate(timeout=timeout_seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode == 0:
+        return output
+    lines = [line.strip() for line in messages.splitlines() if line.strip()]
     message = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
-    reason = "".join(c for c in message if c.isprintable())[:200] or f"exit status {done.returncode}"
+    reason = "".join(c for c in message if c.isprintable())[:200] or f"exit status {process.returncode}"
     raise BuildError(f"{Path(command[0]).name}: {reason}")
 
 
 def _openmp_of_torch() -> Path | None:
     """The OpenMP library of the installed torch, because another one would create a second thread pool."""
     folder = Path(torch.__file__).parent
-    found = sorted([*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")])
-    return found[0] if found else None
+    files = sorted([*folder.glob("lib/lib*"), *folder.parent.glob("torch.libs/lib*")])
+    return next((file for file in files if OPENMP_LIBRARY.match(file.name)), None)

@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
+import torch
 from torch import Tensor
 
 from covey.config import RunError, SamplerLost
@@ -27,7 +28,7 @@ from covey.data import Team
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.weights import Transport, gathered, give, is_sharded
-from covey.llm.remote.wire import HEALTH
+from covey.llm.remote.wire import HEALTH, SLEEP, WAKE
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.event_loop import EventLoop
 
@@ -45,6 +46,8 @@ class Fleet:
     children: Children  # those of them that this rank starts
     team: Team = ALONE
     timeout_seconds: float = 600.0
+    sleeps: bool = False  # the servers free their memory of this process's GPU between samplings
+    _asleep: bool = False
     loop: EventLoop = field(default_factory=EventLoop)
     rotation: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)  # the last fault of each server
@@ -61,6 +64,29 @@ class Fleet:
         self._run = self._run or exchange_json(self.team, secrets.token_hex(8))[0]
         self.version = version
         self._publish(range(len(self.clients)))
+
+    def wake(self) -> None:
+        """Let the servers take their memory of the GPU, before weights or requests are sent."""
+        if self.sleeps:
+            torch.cuda.empty_cache()  # what the update has left
+            if self._asleep:
+                self._tell(WAKE)
+            self._asleep = False
+
+    def sleep(self) -> None:
+        """Let the servers free their memory of the GPU, for the update; those that are not asked too."""
+        if self.sleeps:
+            self._tell(SLEEP)
+            self._asleep = True
+
+    def _tell(self, route: str) -> None:
+        told = [self.loop.submit(client.post(route, {})) for client in self.clients]
+        wait(told)
+        for server, future in enumerate(told):
+            try:
+                future.result()
+            except LostServer as error:
+                self.lose(server, str(error))
 
     def lose(self, server: int, fault: str) -> None:
         """Ask this server no more until it has been given weights."""
@@ -110,6 +136,7 @@ class Fleet:
     def _publish(self, servers: Sequence[int]) -> None:
         """Rank 0 gives the weights to these servers, and all ranks learn which of them have taken them."""
         first = self.team.rank == 0
+        self.wake()
         tensors = gathered(self.policy.module, self.policy.dtype, keep=first)
         self.rotation = []
         if first:
@@ -227,12 +254,13 @@ class Children:
             child.said.close()
 
 
-def end_with_parent() -> None:
-    """End this process, at once, when its standard input is closed."""
+def end_with_parent(before: Callable[[], object] = lambda: None) -> None:
+    """End this process, at once after a call of `before`, when its standard input is closed."""
 
     def wait() -> None:
         while os.read(0, 4096):
             pass
+        before()
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

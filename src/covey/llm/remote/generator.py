@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from covey.config import RunConfig, RunError, SamplerLost
 from covey.config.files import user_path
 from covey.config.machine import processors
-from covey.config.servers import SamplerConfig, default_token_file, own_token, read_token
+from covey.config.servers import PROMPT_ROOM, SamplerConfig, default_token_file, own_token, read_token
 from covey.data import SamplerWeights, Team
 from covey.llm.generation.generator import (
     Completion,
@@ -31,7 +31,7 @@ from covey.llm.generation.generator import (
     TurnAnswer,
 )
 from covey.llm.generation.local_generator import LocalGenerator, missed_deadline, with_shared_prefix
-from covey.llm.model.architecture import vocabulary_of
+from covey.llm.model.architecture import position_limit, vocabulary_of
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.client import Client, FailedRequest, LostServer, OtherWeights
 from covey.llm.remote.fleet import Children, Fleet
@@ -40,6 +40,7 @@ from covey.llm.remote.weights import FileTransport, GroupTransport, is_sharded
 from covey.runtime.distributed import ALONE, exchange_json
 from covey.runtime.sharding import WHOLE
 
+MOST_SLOTS = 256  # completions that a vLLM generates at once which a run has started
 MOST_WRONG_VERSIONS = 3  # servers in a row that answer with other weights, after which a run ends
 
 
@@ -85,14 +86,17 @@ class RemoteGenerator:
         return call.open.failures(failed)
 
     def _run(self, call: _Call) -> list[GenerationResult]:
+        self.fleet.wake()
         try:
-            return call.run()
+            results = call.run()
         except SamplerLost:
             call.prove_once()  # other ranks with sharded weights wait for it
             raise
         finally:
             call.cancel()
             self.rerouted += call.rerouted
+        self.fleet.sleep()
+        return results
 
     def refresh(self, version: int) -> None:
         """Give the policy's weights to the servers. A server that does not take them is not asked."""
@@ -303,16 +307,20 @@ class _Call:
             self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)
 
 
-def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALONE) -> tuple[Generator, SamplerWeights]:
+def build_generator(
+    config: RunConfig, policy: LanguagePolicy, team: Team = ALONE, room: int | None = None
+) -> tuple[Generator, SamplerWeights]:
     """The generator of a run, and the weights that it reads in this process. Every rank must call it.
+
+    `room` is an argument of `LocalGenerator`.
 
     Raises:
         ConfigError: if the access token cannot be read.
     """
     sampler = config.sampler
     if sampler.kind == "local":
-        return LocalGenerator(policy), policy.weights
-    children = Children(sampler.start if team.rank == 0 else 0, _words(config, policy), sampler.timeout)
+        return LocalGenerator(policy, room=room), policy.weights
+    children = Children(sampler.started if team.rank == 0 else 0, _words(config, policy), sampler.timeout)
     addresses = [address.rstrip("/") for address in sampler.servers] or exchange_json(team, children.addresses)[0]
     token = token_of(sampler)
     fleet = Fleet(
@@ -325,6 +333,7 @@ def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALON
         children,
         team,
         sampler.timeout,
+        _sleeps(sampler, policy),
     )
     return RemoteGenerator(fleet, Proof(policy, sampler.max_mismatch), sampler.attempts), WHOLE
 
@@ -332,12 +341,33 @@ def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALON
 def _words(config: RunConfig, policy: LanguagePolicy) -> list[str]:
     """The command that starts a sampler on this machine, without its port."""
     sampler, precision = config.sampler, "fp32" if policy.dtype.itemsize == 4 else "bf16"
-    threads = config.threads or max(processors() // max(sampler.start, 1), 1)
-    words = ["serve", config.model, "--precision", precision, "--device", config.device, "--threads", str(threads)]
-    words += ["--rows", str(config.sampling.rows_at_once)]
+    threads = config.threads or max(processors() // max(sampler.started, 1), 1)
+    words = ["serve", config.model, "--precision", precision, "--threads", str(threads)]
+    if sampler.kind == "covey":
+        words += ["--device", config.device, "--rows", str(config.sampling.rows_at_once)]
+    else:
+        words += _vllm_words(config, policy)
     if sampler.token_file:
         words += ["--token-file", str(user_path(sampler.token_file))]
     return [*words, "--folder", str(user_path(sampler.folder))] if sampler.folder else words
+
+
+def _sleeps(sampler: SamplerConfig, policy: LanguagePolicy) -> bool:
+    """True if vLLM has the GPU of the policy, so that it frees its memory between samplings."""
+    beside = sampler.kind == "vllm" and bool(sampler.started) and policy.device.type == "cuda"
+    return sampler.sleep or beside
+
+
+def _vllm_words(config: RunConfig, policy: LanguagePolicy) -> list[str]:
+    """The options of `covey serve --vllm` for a run."""
+    sampler, sampling = config.sampler, config.sampling
+    longest = position_limit(policy.module.config) or 1 << 17
+    tokens = sampler.vllm_tokens or min(config.rollout_limit + PROMPT_ROOM, longest)
+    largest = sampling.prompts_per_step * max(sampling.group_size, sampling.final_group_size or 0)
+    words = ["--vllm", "--vllm-python", str(user_path(sampler.vllm_python).absolute()), "--max-model-len", str(tokens)]
+    words += ["--slots", str(min(sampling.rows_at_once or largest, MOST_SLOTS))]
+    words += ["--gpu-memory", f"{sampler.vllm_memory:g}"] if sampler.vllm_memory else []
+    return [*words, "--sleep"] if _sleeps(sampler, policy) else words
 
 
 def token_of(sampler: SamplerConfig) -> str:
@@ -353,6 +383,6 @@ def describe_sampler(sampler: SamplerConfig) -> str:
         return ""
     name = "covey serve" if sampler.kind == "covey" else "vLLM"
     where = (
-        f"at {', '.join(sampler.servers)}" if sampler.servers else f"(processes that the run starts: {sampler.start})"
+        f"at {', '.join(sampler.servers)}" if sampler.servers else f"(processes that the run starts: {sampler.started})"
     )
     return f"; sampled by {name} {where}, weights by {sampler.transport}"

@@ -11,6 +11,7 @@
 | `POST /finish_weight_update`         | `{"weight_version"}`            |                                    |
 | `POST /pause?mode=keep`, `/resume`   |                                 |                                    |
 | `POST /reset_prefix_cache`           |                                 | `{"success"}`                      |
+| `POST /sleep?level=1`, `/wake_up`    |                                 |                                    |
 
 A version of weights is a text that only its run uses, so the weights of another run are other weights. covey's own
 server takes two keys more in a request: `weight_version`, the version that it must have, and `covey`, the key of its
@@ -47,6 +48,8 @@ FINISH = "/finish_weight_update"
 PAUSE = "/pause"
 RESUME = "/resume"
 RESET_CACHE = "/reset_prefix_cache"
+SLEEP = "/sleep?level=1"  # of vLLM alone; its weights wait in host memory, so that they serve on if an update fails
+WAKE = "/wake_up"
 
 # A log-probability is at most 0; a sampler that subtracts a rounded logarithm may exceed it by this much, in nats.
 ROUNDING = 1e-5

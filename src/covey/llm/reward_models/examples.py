@@ -30,6 +30,11 @@ class EncodedExample:
     rows: tuple[ScoredRow, ...]
 
     @property
+    def content(self) -> str:
+        """Key that is equal for equal prompts."""
+        return self.example.content
+
+    @property
     def tokens(self) -> int:
         """Number of tokens of the longest sequence."""
         return max(len(row.tokens) for row in self.rows)

@@ -17,12 +17,12 @@ import torch
 
 from covey.config import ConfigError, IterationConfig
 from covey.config.sft import RewardModelConfig
-from covey.data import Group, RewardModelUpdater, StepRecord
+from covey.data import ExampleTrainer, Group, RewardModelUpdater, StepRecord
 from covey.llm.data.reward_examples import Example
 from covey.llm.reward_models.examples import EncodedExample, encode_example
 from covey.llm.reward_models.graded_groups import ExampleSource, decode_state, encode_state, graded_completions
 from covey.llm.reward_models.model import RewardModel, ScoreScale
-from covey.llm.reward_models.training import Metrics, RewardModelTrainer, evaluate, rank_agreement, train_epochs
+from covey.llm.reward_models.training import Metrics, evaluate, rank_agreement, train_epochs
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.runtime.rng import REPLAYING, batches_per_epoch, permutation
 
@@ -75,6 +75,7 @@ class IteratedRewardModel(RewardModelUpdater):
         source: ExampleSource,
         proxy: WeightedReward,
         load: Callable[[], RewardModel],
+        trainer_of: Callable[[RewardModel], ExampleTrainer],
         sample: Callable[[int], list[Group]],
         monitor: Monitor,
     ) -> None:
@@ -84,6 +85,7 @@ class IteratedRewardModel(RewardModelUpdater):
             source: makes examples.
             proxy: the reward model as a term of the run's reward.
             load: loads the recipe's reward model into `proxy`.
+            trainer_of: makes a trainer of a model, with a constant learning rate.
             sample: iteration -> completions of held-out problems by the current policy, graded.
             monitor: shows and records.
         """
@@ -91,6 +93,7 @@ class IteratedRewardModel(RewardModelUpdater):
         self.iterations = 0
         self.records: list[Record] = []
         self._source, self._proxy, self._load, self._sample, self._monitor = source, proxy, load, sample, monitor
+        self._trainer_of = trainer_of
         self._begin()
         self._step = 0  # last one
         self._new: list[Example] = []  # of this iteration
@@ -148,12 +151,7 @@ class IteratedRewardModel(RewardModelUpdater):
     def _begin(self) -> None:
         """Load the recipe's reward model; unless it is frozen, with an optimizer."""
         self._model = self._load()
-        steps = 0  # the learning rate is constant
-        self._trainers = (
-            [RewardModelTrainer(self._model, self.config, self._source.objective, steps)]
-            if self.settings.reward_model_epochs
-            else []
-        )
+        self._trainers = [self._trainer_of(self._model)] if self.settings.reward_model_epochs else []
 
     def _replayed(self, number: int) -> list[Example]:
         """Examples of earlier iterations, so that they are `replay_fraction` of all; at most the whole history."""
@@ -164,7 +162,7 @@ class IteratedRewardModel(RewardModelUpdater):
 
     def _train(
         self,
-        trainer: RewardModelTrainer,
+        trainer: ExampleTrainer,
         examples: Sequence[EncodedExample],
         losses: list[float],
         should_stop: Callable[[], bool],
@@ -182,7 +180,9 @@ class IteratedRewardModel(RewardModelUpdater):
                 advance(1)
                 return not should_stop()
 
-            done = train_epochs(trainer, examples, epochs=epochs, on_step=on_step, done=len(losses), iteration=number)
+            done = train_epochs(
+                trainer, examples, self.config, epochs=epochs, on_step=on_step, done=len(losses), iteration=number
+            )
         return done == total
 
     def _finish(self, groups: Sequence[Group], held_out: Sequence[Example], examples: Sequence[EncodedExample]) -> None:

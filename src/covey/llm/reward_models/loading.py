@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from covey.config import ConfigError
+from covey.config.files import raise_fault
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind
 from covey.config.sft import RewardModelKind, kind_of_class, locate_reward_model, no_reward_model
 from covey.llm.generation.backend import find_kernels
@@ -227,7 +228,8 @@ def shares_prompts(module: PreTrainedModel) -> bool:
     with in_fp32(module), _large_weights(head):
         try:
             same = all(_packs(module, trial, length) for length in sorted({MIN_TOKENS, trial.longest}))
-        except Exception:  # model code that does not support a layout may raise any exception
+        except Exception as error:  # model code that does not support a layout may raise any exception
+            raise_fault(error)
             same = False
         finally:
             if not same:
@@ -254,7 +256,8 @@ def padding_is_inert(module: PreTrainedModel) -> bool:
             known = accepted(module, use_cache=False, attention_mask=mask_RL)
             padded = module(input_ids=rows_RL, **known).logits[1]
             plain = module(input_ids=torch.tensor([short], device=module.device), **accepted(module, use_cache=False))
-        except Exception:  # BART refuses rows with different numbers of end tokens
+        except Exception as error:  # BART refuses rows with different numbers of end tokens
+            raise_fault(error)
             return False
     expected = plain.logits[0]
     found = padded if padded.dim() == 1 else padded[: len(short)]

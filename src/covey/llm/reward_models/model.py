@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from transformers import PreTrainedModel
 from covey.config.sft import DEFAULT_SEPARATOR, REWARD_MODEL_FILE, RewardModelKind
 from covey.data import Batch
 from covey.llm.model.chat import Chat
+from covey.llm.model.files import save_weights
 from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import common_prefix_length
 from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
+from covey.runtime.distributed import ALONE, own_shards, passes_over, share
+from covey.runtime.sharding import WHOLE
 
 SCALE_COMPLETIONS = 2000
 SCORING_TOKENS = 8192  # tokens of a forward pass without gradients
@@ -73,6 +77,7 @@ class RewardModel:
         self.pads = pads
         self.longest = longest
         self.scale = ScoreScale()
+        self.team, self.weights = ALONE, WHOLE  # of a training on several ranks
 
     @property
     def device(self) -> torch.device:
@@ -97,25 +102,39 @@ class RewardModel:
             rows: those of one group follow each other.
         """
         if self.shares_prompts:
-            return self._packed(rows)
+            return self.weights.run(lambda: self._packed(rows))
         return self._padded(rows) if self.pads else torch.cat([self._padded([row]) for row in rows])
 
     @torch.no_grad()
     def scores(self, rows: Sequence[ScoredRow], most_tokens: int = SCORING_TOKENS) -> list[Tensor]:
-        """logit_N of each row, on the CPU and in the order of the rows, by forward passes of at most `most_tokens`."""
+        """logit_N of each row, on the CPU and in the order of the rows, by forward passes of at most `most_tokens`. The
+        ranks of the team divide the rows, and each must call it.
+        """
         groups = {row.group: number for number, row in reversed(list(enumerate(rows)))}
         order = sorted(range(len(rows)), key=lambda number: (groups[rows[number].group], number))
-        found: dict[int, Tensor] = {}
-        for part in microbatches([[rows[number]] for number in order], most_tokens):
-            chosen = [order[place] for place in part]
-            logit_N = self.logits([rows[number] for number in chosen]).cpu()
-            lengths = [len(rows[number].reads) for number in chosen]
-            found |= zip(chosen, logit_N.split(lengths), strict=True)
+        own = [torch.empty(0, dtype=torch.promote_types(self.weights.dtype_of(self.module), torch.float32))]
+        pieces = share(len(order), self.team)
+        for chosen in ([rows[number] for number in order[pieces[shard]]] for shard in own_shards(self.team)):
+            parts = [[chosen[place] for place in part] for part in microbatches([[one] for one in chosen], most_tokens)]
+            for part, is_counted in passes_over(parts, lambda: [min(rows, key=lambda row: len(row.tokens))], self.team):
+                logit_N = self.logits(part)
+                own += [logit_N.cpu()] if is_counted else []
+        message = torch.cat(own)
+        everyones = bytearray(b"".join(self.team.exchange(message.numpy().tobytes())))
+        logit_N = torch.frombuffer(everyones, dtype=message.dtype) if everyones else message
+        found = dict(zip(order, logit_N.split([len(rows[number].reads) for number in order]), strict=True))
         return [found[number] for number in range(len(rows))]
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in the format of transformers, and the scale of the scores."""
-        self.module.save_pretrained(folder)
+        self.collect()(folder)
+
+    def collect(self) -> Callable[[Path], None]:
+        """Collect the weights of all ranks on rank 0; returns a function that writes what `save` does there."""
+        return partial(self._write, self.weights.state_dict(self.module))
+
+    def _write(self, state: dict[str, Tensor], folder: Path) -> None:
+        save_weights(self.module, state, folder)
         self.chat.tokenizer.save_pretrained(folder)
         (folder / REWARD_MODEL_FILE).write_text(json.dumps(asdict(self.scale), indent=2) + "\n", encoding="utf-8")
 

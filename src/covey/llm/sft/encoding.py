@@ -37,6 +37,11 @@ class EncodedExample:
     decided: tuple[bool, ...]
 
     @property
+    def content(self) -> tuple[int, ...]:
+        """Key that is equal for equal prompts."""
+        return self.prompt
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.actions)

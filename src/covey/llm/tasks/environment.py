@@ -16,7 +16,7 @@ from covey.config import (
 )
 from covey.data import Start
 from covey.llm.conversation.environments import guess_number, maze
-from covey.llm.data.rows import ONE_PROMPT, hold_out, row_of, stable_hash, without_held_out
+from covey.llm.data.rows import ONE_PROMPT, divide, row_of, stable_hash
 from covey.llm.tasks.dataset import PromptDataset
 from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
@@ -84,10 +84,8 @@ class EnvironmentRows(PromptDataset):
         )
         own = f"{source}, held-out rows" if held_out else ""
         self.config = DatasetConfig(source, held_out_path=own, held_out_fraction=config.held_out_fraction)
-        if held_out:
-            self._take(without_held_out(training, held_out, paths=(source, own), drop=True))
-        else:
-            self._take(hold_out(training, config.held_out_fraction, one_prompt=ONE_PROMPT.format(path=source)))
+        one_prompt, fraction = ONE_PROMPT.format(path=source), config.held_out_fraction
+        self._take(divide(training, held_out, fraction, paths=(source, own), drop=True, one_prompt=one_prompt))
 
 
 class GuessNumberTask(GeneratedTask[GuessNumberConfig]):

@@ -214,10 +214,18 @@ class _Worker:
 def _reap(processes: dict[int, int]) -> None:
     """End what ended sessions have started in their process group."""
     for number, process in list(processes.items()):
-        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        if _has_ended(process):
             _end_group(process)
-            os.waitpid(process, 0)
+            with contextlib.suppress(ChildProcessError):  # without waitid it was waited for already
+                os.waitpid(process, 0)
             del processes[number]
+
+
+def _has_ended(process: int) -> bool:
+    """True if a child has ended. Its number stays taken for its group, except on macOS before Python 3.13."""
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return os.waitpid(process, os.WNOHANG)[0] == process
 
 
 def _end_group(process: int) -> None:
@@ -242,8 +250,13 @@ def end_with_parent() -> None:
 
 
 def limit_resources(**limits: int) -> None:
-    """Set limits by their names in `resource`, such as RLIMIT_AS=1 << 30; a lower hard limit stays."""
+    """Set limits by their names in `resource`, such as RLIMIT_AS=1 << 30; a lower hard limit stays.
+
+    Address space is limited on Linux alone: on macOS every process has reserved more than any limit, which is refused.
+    """
     for name, limit in limits.items():
+        if name == "RLIMIT_AS" and not sys.platform.startswith("linux"):
+            continue
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
         most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

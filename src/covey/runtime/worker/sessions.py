@@ -39,7 +39,7 @@ class Sessions:
         self._worker = Worker(service, lambda: {**setup(), "sessions": True}, load_seconds, **options)
         self.seconds = seconds
         self._numbers = itertools.count()
-        self._starting = asyncio.Lock()
+        self._starting, self._sending = asyncio.Lock(), asyncio.Lock()
         self._open: set[Session] = set()
 
     def start(self) -> Message:
@@ -68,7 +68,7 @@ class Sessions:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    await _send(child, {"new": number, "seed": seed}, [theirs.fileno()])
+                    await self._send(child, {"new": number, "seed": seed}, [theirs.fileno()])
                 except OSError:  # the worker was killed
                     ours.close()
                     await self._end()
@@ -91,8 +91,19 @@ class Sessions:
         if session in self._open:
             self._open.discard(session)
             with contextlib.suppress(OSError):  # the worker was killed
-                await _send(session.child, {"end": session.number})
+                await self._send(session.child, {"end": session.number})
         session.connection.close()
+
+    async def _send(self, child: Child, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a line to the worker, which is not between a request and its reply; a socket may take it in parts."""
+        line = as_line(message)
+        async with self._sending:
+            while line:
+                try:
+                    line = line[socket.send_fds(child.connection.socket, [line], descriptors) :]
+                    descriptors = ()
+                except BlockingIOError:
+                    await asyncio.sleep(POLL_SECONDS)
 
 
 class Session:
@@ -132,13 +143,3 @@ class Session:
     async def _end(self, reason: str) -> None:
         self.failed = self.failed or reason
         await self._sessions.end_session(self)
-
-
-async def _send(child: Child, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send a line to the worker, which is not between a request and its reply."""
-    while True:
-        try:
-            socket.send_fds(child.connection.socket, [as_line(message)], descriptors)
-            return
-        except BlockingIOError:
-            await asyncio.sleep(POLL_SECONDS)

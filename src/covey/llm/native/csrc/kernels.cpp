@@ -59,9 +59,9 @@
         store_prompt_kv(keys, values, cached_keys, cached_values, kv_heads, tokens, head_dim);                        \
     }                                                                                                                 \
     extern "C" void decode_attention_##suffix(const AttentionArgs* args) { decode_attention<Scalar>(*args); }         \
-    extern "C" int sample_tokens_##suffix(const Scalar* logits, const double* uniforms, float temperature,            \
+    extern "C" void sample_tokens_##suffix(const Scalar* logits, const double* uniforms, float temperature,           \
         int64_t* tokens, float* logprobs, int rows, int vocabulary, int threads) {                                    \
-        return sample_tokens(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);             \
+        sample_tokens(logits, uniforms, temperature, tokens, logprobs, rows, vocabulary, threads);                    \
     }                                                                                                                 \
     extern "C" void logprob_entropy_##suffix(const Scalar* logits, const int64_t* tokens, float temperature,          \
         float* logprobs, float* entropies, float* logsumexps, int rows, int vocabulary, int threads) {                \

@@ -44,13 +44,13 @@ inline float max_logit(const Scalar* z, int vocabulary, float temperature) {
     return highest;
 }
 
-// Inverse-CDF sampling, min {v : sum_{w <= v} p_w > u}: first over the block sums, then within the block. Returns the
-// number of rows without a distribution (a logit is NaN or +infinity, or all are -infinity); their token is -1.
+// Inverse-CDF sampling, min {v : sum_{w <= v} p_w > u}: first over the block sums, then within the block. The token of a
+// row without a distribution (a logit is NaN or +infinity, or all are -infinity) is 0, its log-probability NaN.
 template <typename Scalar>
-int sample_tokens(const Scalar* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs,
+void sample_tokens(const Scalar* logits, const double* uniforms, float temperature, int64_t* tokens, float* logprobs,
     int rows, int vocabulary, int threads) {
-    int blocks = (vocabulary + SUM_BLOCK - 1) / SUM_BLOCK, failed = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    int blocks = (vocabulary + SUM_BLOCK - 1) / SUM_BLOCK;
+#pragma omp parallel num_threads(threads)
     {
         std::vector<double> block_cdf(blocks);
         std::vector<float> block_weights(SUM_BLOCK);
@@ -70,8 +70,7 @@ int sample_tokens(const Scalar* logits, const double* uniforms, float temperatur
                 block_cdf[block] = total += reduce_add(sum);
             }
             if (!(highest > MIN_LOGIT) || !std::isfinite(total)) {
-                failed++;
-                tokens[row] = -1;
+                tokens[row] = 0;
                 logprobs[row] = NAN;
                 continue;
             }
@@ -91,7 +90,6 @@ int sample_tokens(const Scalar* logits, const double* uniforms, float temperatur
             logprobs[row] = to_float(z[tokens[row]]) / temperature - highest - float(std::log(total));
         }
     }
-    return failed;
 }
 
 // For every row: log p of its token, entropy, and logsumexp of the logits.

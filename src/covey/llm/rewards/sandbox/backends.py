@@ -281,5 +281,14 @@ def find_sandbox() -> Sandbox:
 
 
 def choose_sandbox(*, unsafe: bool) -> Sandbox:
-    """`find_sandbox`, or no sandbox at all if `unsafe` is set."""
+    """`find_sandbox`, or no sandbox at all if `unsafe` is set.
+
+    Raises:
+        ConfigError: on another system than Linux. As of `find_sandbox`.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(
+            "the reward code runs the programs of a model on Linux alone: use a Linux machine, container or virtual "
+            "machine"
+        )
     return no_sandbox() if unsafe else find_sandbox()
