@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import linear_layers, token_bytes
-from covey.llm.generation.graph_decoder import BLOCK, LADDER, MOST_PARTS, PREFILL_TOKENS, PROGRAMS, rung
+from covey.llm.generation.decoder import PREFILL_TOKENS, linear_layers, token_bytes
+from covey.llm.generation.graph_decoder import BLOCK, LADDER, MOST_PARTS, PROGRAMS, rung
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.lora import factors_of
 
@@ -51,7 +51,7 @@ class DecoderMemory:
     def prefill(self, prompts: int, prompt_tokens: int) -> int:
         """The activations of a layer at the prompts that are prefilled together, and their keys and values, which are
         then copied."""
-        tokens = max(min(PREFILL_TOKENS, prompts * prompt_tokens), prompt_tokens)
+        tokens = max(min(PREFILL_TOKENS["cuda"], prompts * prompt_tokens), prompt_tokens)
         heads = 2 * (self.heads.queries + self.heads.keys) * self.heads.width  # before and after the rotation
         numbers = 2 * self.hidden + heads + 3 * self.intermediate
         return tokens * (2 * self.hidden * EXACT_BYTES + numbers * self.itemsize + self._token)

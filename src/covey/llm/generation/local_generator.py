@@ -84,7 +84,7 @@ class LocalGenerator:
     ) -> list[GenerationFailure | None]:
         """Generate conversations; implements `TurnGenerator`.
 
-        Models of `NativeDecoder` continue a turn from its keys and values while other rows go on (`in_rows`). For the
+        Models of a `SlotDecoder` continue a turn from its keys and values while other rows go on (`in_rows`). For the
         others, the turns whose answers have come are generated together, with a prefill of all tokens so far, and
         answers that come meanwhile wait (`in_waves`).
         """
