@@ -27,6 +27,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.sharding import WHOLE
 from covey.runtime.variables import check_ranks
 from covey.tracking.run_folder import holds_run
+from covey.train.pace import Pace
 from covey.train.supervised import Likelihood, SupervisedTrainer, mean_loss
 from helpers import rank_cases
 from helpers.rank_cases import start_ranks, write_examples
@@ -67,7 +68,9 @@ def trainer_of(name: str, model: Any, team: Team) -> tuple[SupervisedTrainer, Se
     """The trainer, its examples, and a function that evaluates the model."""
     if name == "sft":
         criterion = Likelihood(model, batch_of)
-        trainer = build_trainer(criterion, model.module, SFTConfig(learning_rate=1e-2), UpdateConfig(), 9, team, WHOLE)
+        trainer = build_trainer(
+            criterion, model.module, SFTConfig(learning_rate=1e-2), UpdateConfig(), 9, team, WHOLE, Pace()
+        )
         return trainer, TEXTS, lambda: [mean_loss(criterion, [TEXTS[:3], TEXTS[3:]], team)]
     model.team = team
     examples = encode_examples(DATA[name], model.encoder, None)

@@ -95,9 +95,10 @@ def test_a_server_that_ends_is_one_line(settings, tmp_path):
 
 
 def test_without_the_package_the_command_names_it(monkeypatch, capsys):
-    monkeypatch.setattr("covey.cli.serve.entry_points_of", lambda group: {})
-    assert main(["serve", "smollm2-135m", "--vllm"]) == 2
-    assert 'needs the package covey-vllm here, beside covey: pip install "covey[vllm]"' in capsys.readouterr().err
+    monkeypatch.setattr("covey.config.servers.entry_points_of", lambda group: {})
+    for words in (["serve", "smollm2-135m", "--vllm"], ["train", "arithmetic_grpo", "--sampler", "vllm"]):
+        assert main(words) == 2
+        assert 'needs the package covey-vllm here, beside covey: pip install "covey[vllm]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -8,8 +8,7 @@ import importlib
 from covey.cli.options import MODEL, Command, Parser, add_fields, given_fields, option, option_of
 from covey.config import ConfigError
 from covey.config.model_sources import locate_model
-from covey.config.named_modules import entry_points_of
-from covey.config.servers import ServeOptions, VllmOptions
+from covey.config.servers import ServeOptions, VllmOptions, vllm_launcher
 
 
 def _options(parser: Parser) -> None:
@@ -42,10 +41,7 @@ def serve_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     options.token()  # these two raise, before torch is loaded
     options.weights_folder()
     if arguments.vllm:
-        launcher = entry_points_of("covey.servers").get("vllm", "")
-        if not launcher:
-            raise ConfigError('--vllm needs the package covey-vllm here, beside covey: pip install "covey[vllm]"')
-        module, _, serve = launcher.partition(":")
+        module, _, serve = vllm_launcher("--vllm").partition(":")
         getattr(importlib.import_module(module), serve)(options, VllmOptions(**given))
     else:
         from covey.llm.remote.server import serve_model

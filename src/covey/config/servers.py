@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.fields import missing_file
 from covey.config.files import make_folder, path_error, read_file, shortened, user_path
+from covey.config.named_modules import entry_points_of
 
 ENDPOINT = "/chat/completions"
 
@@ -207,6 +208,17 @@ VLLM_PYTHON = ".scale-venv/bin/python"
 PROMPT_ROOM = 2048  # tokens of a prompt for which a vLLM has room that a run starts
 
 
+def vllm_launcher(what: str) -> str:
+    """The entry point that starts vLLM; `what` needs it.
+
+    Raises:
+        ConfigError: without the package that has it.
+    """
+    if not (launcher := entry_points_of("covey.servers").get("vllm", "")):
+        raise ConfigError(f'{what} needs the package covey-vllm here, beside covey: pip install "covey[vllm]"')
+    return launcher
+
+
 def no_vllm(python: str) -> str:
     """The end of a message: this is not an interpreter."""
     return (
@@ -313,8 +325,10 @@ class SamplerConfig(Table):
     def check(self) -> None:
         if self.kind == "local":
             return
-        if self.kind == "vllm" and self.started and not os.access(user_path(self.vllm_python), os.X_OK):
-            raise ConfigError(f"sampler.vllm_python: {no_vllm(self.vllm_python)}")
+        if self.kind == "vllm" and self.started:
+            vllm_launcher("sampler.kind vllm")
+            if not os.access(user_path(self.vllm_python), os.X_OK):
+                raise ConfigError(f"sampler.kind vllm needs sampler.vllm_python: {no_vllm(self.vllm_python)}")
         hosts = [_host(address) for address in self.servers]
         if len(set(hosts)) < len(hosts):
             raise ConfigError("sampler.servers has an address twice: name each server once")

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -248,6 +248,9 @@ def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
         ConfigError: if an option, the environment or the model cannot be used.
         RunError: if vLLM does not start, ends, or does not take weights.
     """
+    ending = ExitStack()
+    if options.child:
+        end_with_parent(ending.close)
     token = options.token()
     settings = _settings(options, vllm, Path())
     settings.check()
@@ -265,9 +268,8 @@ def serve_vllm(options: ServeOptions, vllm: VllmOptions) -> None:
         client = Client(address, token, TIMEOUT_SECONDS)
         say(f"starting vLLM with {options.model} in {dtype_name(dtype)} at {address}; this takes minutes")
         with VllmProcess(settings, _log_file(port), token) as process:
-            if options.child:
-                end_with_parent(process.stop)
-            else:
+            ending.callback(process.stop)
+            if not options.child:
                 _prove(process, client, loaded, settings.weights_folders[0])
                 say(f"Use it: {command('train', 'RECIPE', '--sampler.kind', 'vllm', '--servers', address)}")
             del loaded  # vLLM needs the memory
