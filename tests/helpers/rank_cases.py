@@ -165,7 +165,7 @@ EXAMPLES = {
     "sft": [*SFT, "--precision", "fp32"],
     "sft_bf16": [*SFT, "--precision", "bf16"],
     "sft_samples": [*SFT, "--precision", "bf16", "--sft.data", "samples", "--sft.count", "9", "--sft.keep", "all",
-                    "--sft.min-reward", "0"],
+                    "--sft.min-reward", "0", "--checkpoint.best", "false"],
     "pairs": [*REWARD_MODEL, "pairs.jsonl", "--precision", "fp32"],
     "steps_bf16": [*REWARD_MODEL, "steps.jsonl", "--held-out", "", "--precision", "bf16"],
 }  # fmt: skip
