@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 ORACLE := .oracle-venv
 SCALE := .scale-venv
 TRACKERS := .trackers-venv
+ARM := .arm
 ENVIRONMENTS := .environments-venv
 ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
 COMMA := ,
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale trackers environments size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -35,8 +36,9 @@ help:
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
 	@echo "make gpu        the tests that need a GPU"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
+	@echo "make arm        a part of the tests and short runs on an ARM processor that qemu emulates, in $(ARM) (3.5 GB, Debian)"
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
-	@echo "make release-check     all of the above but bench and gpu: some hours"
+	@echo "make release-check     all of the above but bench, gpu and arm: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
@@ -66,7 +68,7 @@ $(VENV)/triton: $(STAMP) triton.lock
 	@touch $@
 
 train: $(STAMP)
-	@$(BIN)/covey train arithmetic_grpo
+	@$(BIN)/covey train arithmetic_grpo --time-budget 8min
 
 test: $(VENV)/triton
 	@echo "The tests without the slow ones: about four minutes on two cores"
@@ -115,6 +117,10 @@ $(SCALE)/scale-installed: extras/covey_vllm/scale.lock $(wildcard extras/covey_v
 
 gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu tests/gpu -n $(WORKERS) --dist worksteal
+
+arm: $(STAMP)
+	@echo "ARM under qemu: about ten minutes, and a download of 3.5 GB once"
+	@PYTHONPATH=tests $(BIN)/python tests/helpers/arm.py $(ARM)
 
 scale: $(STAMP) $(SCALE)/scale-installed
 	@echo "vLLM as the sampler: about half an hour on two cores"

@@ -1,7 +1,7 @@
-"""The table of docs/gpu.md: what trains on a GPU of a size, by covey's prediction of the memory.
+"""The tables of docs/gpu.md: what trains on a GPU of a size, by the prediction of memory, and the time of a step.
 
-    .venv/bin/python benchmarks/gpu_tables.py           print it
-    .venv/bin/python benchmarks/gpu_tables.py --write   replace it in the docs
+    .venv/bin/python benchmarks/gpu_tables.py           print them
+    .venv/bin/python benchmarks/gpu_tables.py --write   replace them in the docs
 
 Nothing is computed on a GPU. `tests/docs/test_pages.py` compares the docs with it.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from unittest.mock import patch
 
+from covey.experiment.gpu_time import CARDS as GPUS
+from covey.experiment.gpu_time import Card, step_seconds
 from covey.experiment.plan import read_configs
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
-from covey.llm.memory.estimate import predict
+from covey.llm.memory.estimate import TIGHT, predict
 
 DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
 GIB = 1 << 30
 CARDS = (8, 12, 16, 24, 48, 80)
-USABLE = 0.92  # of a GPU's memory; the allocator reserves more than is in use
 # hidden width, layers, query and key heads, width of the MLP, vocabulary, whether the output layer is the embedding
 SHAPES = {
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
@@ -55,18 +55,14 @@ def dimensions(name: str) -> Dimensions:
 
 
 def needed(size: Dimensions, card: int) -> dict[str, float]:
-    """GiB of each way on a card of so many GiB, an eighth of which holds keys and values while sampling."""
-    with (
-        patch("covey.llm.generation.local_generator.ASSUMED_GPU_BYTES", card * GIB),
-        patch("torch.cuda.is_available", lambda: False),
-    ):
-        return {
-            way: predict(
-                size, read_configs([*TASK, *words], ["grpo"], None, None)["grpo"], device="cuda", width=2,
-                prompt_tokens=PROMPT_TOKENS,
-            ).peak / GIB
-            for way, words in WAYS.items()
-        }  # fmt: skip
+    """GiB of each way on a card of so many GiB."""
+    return {
+        way: predict(
+            size, read_configs([*TASK, *words], ["grpo"], None, None)["grpo"], device="cuda", width=2,
+            prompt_tokens=PROMPT_TOKENS, memory=card * GIB,
+        ).peak / GIB
+        for way, words in WAYS.items()
+    }  # fmt: skip
 
 
 def table() -> str:
@@ -74,9 +70,45 @@ def table() -> str:
     for name in SHAPES:
         size, cells = dimensions(name), []
         for card in CARDS:
-            fitting = [(way, gib) for way, gib in needed(size, card).items() if gib <= USABLE * card]
+            fitting = [(way, gib) for way, gib in needed(size, card).items() if gib <= TIGHT * card]
             cells.append(f"{fitting[0][0]}: {fitting[0][1]:.1f}" if fitting else "does not fit")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TIMED_TASK = [
+    "--prompts-per-step=16",
+    "--group-size=16",
+    "--max-new-tokens=1024",
+    "--microbatch-tokens=8192",
+    "--kl-coefficient=0",
+]
+TIMED_PROMPT = 512
+TIMED = {
+    "0.5B": WAYS["all weights, recomputed, 8-bit moments"],
+    "1.5B, LoRA": WAYS["LoRA, recomputed"],
+    "7B, LoRA": WAYS["LoRA, recomputed"],
+}
+
+
+def timed(name: str, card: Card) -> str:
+    """Tokens per second of sampling, and seconds of the update: expected, and in brackets the limit."""
+    config = read_configs([*TIMED_TASK, *TIMED[name]], ["grpo"], None, None)["grpo"]
+    size = dimensions(name.partition(",")[0])
+    plan = predict(
+        size, config, device="cuda", width=card.width, prompt_tokens=TIMED_PROMPT, memory=card.gib * GIB,
+        has_kernels=card.has_bf16,
+    )  # fmt: skip
+    if plan.peak > TIGHT * card.gib * GIB:
+        return "does not fit"
+    sampling, update = step_seconds(size, config, plan.rows, TIMED_PROMPT, card).values()
+    tokens = [16 * 16 * 1024 / seconds for seconds in sampling]
+    return f"{tokens[1]:,.0f} ({tokens[0]:,.0f}); {update[1]:.1f} ({update[0]:.1f})"
+
+
+def time_table() -> str:
+    lines = ["| card | " + " | ".join(TIMED) + " |", "|---" * (len(TIMED) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(timed(model, card) for model in TIMED) + " |" for name, card in GPUS.items()]
     return "\n".join(lines)
 
 
@@ -85,9 +117,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the table in docs/gpu.md")
     if parser.parse_args().write:
         text = DOCS.read_text(encoding="utf-8")
-        DOCS.write_text(re.sub(r"\| model \|(.*\n)+?(?=\n)", table() + "\n", text), encoding="utf-8")
+        for first, made in (("model", table()), ("card", time_table())):
+            text = re.sub(rf"\| {first} \| (0|8)(.*\n)+?(?=\n)", made + "\n", text)
+        DOCS.write_text(text, encoding="utf-8")
     else:
-        print(table())
+        print(table(), time_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

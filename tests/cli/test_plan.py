@@ -165,7 +165,7 @@ def test_vllm_beside_a_run_gets_what_the_run_leaves(gib, usable, monkeypatch):
     gpu, config = torch.device("cuda"), RunConfig(model=MODEL, sampler=SamplerConfig(kind="vllm"))
     if usable < 5:
         with pytest.raises(
-            ConfigError, match=r"vLLM beside the run needs at least 3.3 GiB, and the run leaves 0\.\d of"
+            ConfigError, match=r"vLLM beside the run needs at least 3.3 GiB, and the run leaves 1\.\d of"
         ):
             plan.with_vllm_memory(config, gpu)
     else:

@@ -166,4 +166,6 @@ def test_the_table_of_gpus_is_the_prediction(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_tables
 
-    assert gpu_tables.table() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert gpu_tables.table() in text
+    assert gpu_tables.time_table() in text

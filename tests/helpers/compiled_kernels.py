@@ -46,10 +46,10 @@ def attend(kernels: TritonKernels, heads: int, kv_heads: int, width: int) -> Non
     sequences = torch.tensor([[0, 90, -1], [90, 9, 0]], dtype=torch.int32)
     kernels.prefix_attention(sequences, width, 0.1, **given)
     kernels.prefix_attention(sequences, width, 0.1, **given, dout=query, dquery=query, dkey=key, dvalue=key)
-    own, addresses = numbers(2, 17, kv_heads, 64, width, dtype=kind), numbers(rows, dtype=torch.int64)
+    own, addresses = numbers(2, 17, kv_heads, 64 * width, dtype=kind), numbers(rows, dtype=torch.int64)
     state = DecodedRows(
         (heads, kv_heads, width), own, own, addresses, addresses, numbers(rows), numbers(rows), numbers(rows),
-        numbers(2, 64 * kv_heads // heads), angles, angles, (4, 4), 0.1, 1e-6,
+        numbers(2, 64 * kv_heads // heads), angles, angles, (4, 4), 64, 0.1, 1e-6,
     )  # fmt: skip
     for norm in (None, angles[0]):
         kernels.decode_attention(state, 1, numbers(rows, (heads + 2 * kv_heads) * width, dtype=kind), (norm, norm))
@@ -71,7 +71,7 @@ def main() -> None:
     kernels.swiglu(x, x, x)
     kernels.swiglu_backward(x, x, x)
     tokens = scales.long()
-    kernels.draw(x, scales.double(), 0.7, tokens, scales)
+    kernels.sample_tokens(x, scales.double(), 0.7)
     kernels.logprob_entropy(x, tokens, 0.7, (scales, scales, scales))
     kernels.logit_gradients(x, tokens, scales, scales, scales, scales, 0.7, 0)
     for shape in ((14, 2, 64), (12, 2, 128)):

@@ -13,6 +13,7 @@ from covey.config import ConfigError
 from covey.data import EndReason, Group, Start, collate
 from covey.llm.generation import local_generator
 from covey.llm.generation.backend import Sampling, find_kernels
+from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.generation.hf_cache_decoder import CacheDecoder
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.native_decoder import NativeDecoder
@@ -417,10 +418,11 @@ def test_bf16_is_no_further_from_fp32_than_transformers_own_bf16():
 
 def test_rows_at_once_is_chosen_by_memory(monkeypatch):
     made = make_sampler("llama")
-    prompts = [tuple(range(5))] * 10
-    assert local_generator.rows_in_memory(made.generator.policy, prompts, 12) > 40
+    settings = GenerationSettings(max_new_tokens=12, temperature=1.0, end_ids=frozenset(), version=0)
+    requests = [GenerationRequest(tuple(range(5)), 1, RandomKey(0, 1, 0), settings)] * 10
+    assert local_generator.rows_in_memory(made.generator.policy, requests, 12, None) > 40
     monkeypatch.setattr(local_generator, "CACHE_BYTES", 2 * 2 * 2 * 8 * 4 * 12 * 8)  # 8 rows of 12 tokens
-    assert local_generator.rows_in_memory(made.generator.policy, prompts, 12) == 8
+    assert local_generator.rows_in_memory(made.generator.policy, requests, 12, None) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

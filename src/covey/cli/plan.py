@@ -34,6 +34,7 @@ def _options(parser: Parser) -> None:
     option(parser, "--prompt-tokens N", "length of a prompt, in tokens", number(int, 1, MOST_TOKENS), 64)
     option(parser, "--critic-trunk own|policy|adapter", "decoder of ppo's critic (show two of them)")
     option(parser, "--reward-model MODEL", "reward model whose weights are counted too")
+    option(parser, "--time GPU", "plan for a GPU by its name, such as H100 or 4090, and estimate the time of a step")
     ranks = parser.add_argument_group("memory of one rank (torchrun), with whole and with sharded weights")
     option(ranks, "--ranks N", "number of ranks, a power of two; one device each", number(int, 1, MOST_RANKS))
     if planner := _planner():
@@ -65,6 +66,7 @@ def plan_command(arguments: argparse.Namespace, fields_given: list[str]) -> None
             critic_trunk=arguments.critic_trunk,
             prompt_tokens=arguments.prompt_tokens,
             reward_model=arguments.reward_model,
+            card=arguments.time,
         )
     print(report)
 

@@ -13,7 +13,7 @@ LEAST_THREAD_LIMIT = 256  # a run may be resumed on a smaller machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # How long a thread of OpenMP waits for the next loop before it sleeps: GCC's library counts turns of a loop, Intel's
 # and LLVM's milliseconds. Their own choices (300,000 and 200) take the cores from other programs; see docs/speed.md.
-WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 _WAITING_POLICY = "OMP_WAIT_POLICY"  # the standard's, which chooses for every library
 
 

@@ -25,7 +25,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
 from covey.core import kl
 from covey.data import ReferenceUpdater, RewardModelUpdater, Team
-from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
 from covey.experiment.evaluation import HeldOut
 from covey.experiment.iteration import build_iterated_reward_model
 from covey.experiment.job import Experiment, ExperimentBuilder, Reward, build_checkpoints
@@ -39,7 +39,7 @@ from covey.experiment.models import (
     load_policy,
     with_outputs,
 )
-from covey.experiment.plan import with_vllm_memory
+from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
@@ -51,7 +51,7 @@ from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks.prompt_limit import Note
 from covey.runtime.device import build_machine, environment, idle_gpus_note
-from covey.runtime.distributed import ALONE, describe_team
+from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
@@ -67,6 +67,7 @@ from covey.train.collect import (
 )
 from covey.train.iterate import iterate
 from covey.train.loop import train
+from covey.train.pace import Pace
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.replay import build_replay
@@ -157,7 +158,7 @@ class LLMBuilder(ExperimentBuilder):
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference if the run has a KL, and build the components."""
-        config, chosen = self.config, self.config.selection
+        config, chosen, pace = self.config, self.config.selection, build_pace(self.config)
         loaded = self._load(store, display)
         self._note = display.note
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
@@ -170,8 +171,9 @@ class LLMBuilder(ExperimentBuilder):
         reference = loaded.adaptation.reference(loaded.policy) if algorithm.kl.acts_within(config.steps) else None
         models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
         policy = with_outputs(models, algorithm)
+        room = None if isinstance(self.team, ShardedTeam) else sampling_room(config)
         sampled = with_vllm_memory(config, self.chosen.device)
-        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team)
+        loaded.sampler.generator, sampler_weights = build_generator(sampled, models.policy, self.team, room)
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)
@@ -181,7 +183,7 @@ class LLMBuilder(ExperimentBuilder):
         )  # fmt: skip
         learners = build_learners(
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
-            shared_trunk=config.critic.trunk == "policy", team=self.team,
+            shared_trunk=config.critic.trunk == "policy", team=self.team, pace=pace,
         )  # fmt: skip
         grader = RunGrader(problem.grader, self.team, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
         if note := grader.unfinished():
@@ -212,24 +214,25 @@ class LLMBuilder(ExperimentBuilder):
         )
         machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
-            parts, self._settings(), held_out.measure, lambda: _collect(models, loaded, iterated),
+            parts, self._settings(pace), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
 
-    def _settings(self) -> LoopConfig:
+    def _settings(self, pace: Pace) -> LoopConfig:
         config, sampling = self.config, self.config.sampling
         first, last = sampling.group_size, sampling.final_group_size
         return LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=sampling.prompts_per_step,
-            group_size=fixed_size(first) if last is None else linear_size(first, last, config.steps),
+            group_size=fixed_size(first) if last is None else pace.over(linear_size(first, last, config.steps)),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
             iteration_steps=config.iteration.steps or 0,
             decision_budget=config.token_budget or math.inf,
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,
+            pace=pace,
         )
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:

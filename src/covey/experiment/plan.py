@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from covey.config import ConfigError, LoRAConfig, RunConfig, UpdateConfig
+from covey.config import CRITIC_FREE, ConfigError, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.fields import plural
 from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
@@ -19,11 +19,12 @@ from covey.config.rules import validate
 from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.data import Team
 from covey.experiment.advice import ADAPTER_RANK
+from covey.experiment.gpu_time import find_card, time_lines
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import (
     PROMPT_TOKENS,
     SAMPLING,
-    UPDATE,
+    TIGHT,
     MemoryPlan,
     critic_weights_of,
     frozen_parameters,
@@ -31,16 +32,17 @@ from covey.llm.memory.estimate import (
     trained_parameters,
 )
 from covey.llm.model.loading import find_model
+from covey.llm.native.bindings import may_have_kernels
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
-from covey.runtime.device import choose_device, choose_precision, gpu_memory, total_memory_bytes
+from covey.runtime.device import choose_device, choose_precision, device_kind, gpu_memory, total_memory_bytes
 from covey.runtime.distributed import exchange_json
 from covey.runtime.optimizer import fits_replicated
 
+WITHOUT_KERNELS = "the kernels are for Llama, Qwen2 and Qwen3, compute capability 8.0 or newer, and need Triton"
 NAME_WIDTH, COLUMN_WIDTH = 28, 14
 SHARED = "ppo, shared"  # the column of a critic on the policy's trunk
 LEAST_VLLM_BYTES = 3 << 30  # beside its weights: CUDA context and graphs, activations, keys and values
-TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,35 @@ class Place:
     device: str
     dtype: torch.dtype
     memory: int | None  # bytes; None if this machine has no such device
+    has_kernels: bool = True  # for the models that covey's kernels support
+    card: str = ""  # the name of a GPU that is planned for; empty: the device of this machine
 
     @classmethod
     def of(cls, config: RunConfig) -> Place:
         """The device and precision that a run would choose here; a GPU may be planned for if there is none."""
         if config.device == "cuda" and not torch.cuda.is_available():
-            return cls("cuda", torch.float32 if config.precision == "fp32" else torch.bfloat16, None)
+            dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+            return cls("cuda", dtype, None, may_have_kernels("cuda"))
         device = choose_device(config.device)
-        return cls(device.type, choose_precision(config.precision, device), total_memory_bytes(device))
+        kernels = may_have_kernels(device_kind(device))
+        return cls(device.type, choose_precision(config.precision, device), total_memory_bytes(device), kernels)
 
     @classmethod
     def of_cluster(cls, config: RunConfig, memory: int) -> Place:
         """A device with this memory: a GPU, unless the config says otherwise."""
         dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
         return cls("cpu" if config.device == "cpu" else "cuda", dtype, memory)
+
+    @classmethod
+    def of_card(cls, name: str) -> Place:
+        """A GPU by its name.
+
+        Raises:
+            ConfigError: if it is not known.
+        """
+        name, card = find_card(name)
+        dtype = torch.bfloat16 if card.has_bf16 else torch.float32
+        return cls("cuda", dtype, card.gib << 30, card.has_bf16, name)
 
     @property
     def precision(self) -> str:
@@ -88,6 +105,7 @@ def plan_memory(
     critic_trunk: str | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     reward_model: str | None = None,
+    card: str | None = None,
 ) -> str:
     """The report of `covey plan`.
 
@@ -96,6 +114,7 @@ def plan_memory(
         fields: `--field value` words, as for `covey train`.
         algorithms: one column each; PPO has two, one for each trunk of its critic, unless `critic_trunk` selects one.
         reward_model: a reward model's name, whose weights are counted.
+        card: the name of a GPU to plan for, with the time of a step; None: the device of this machine.
 
     Raises:
         ConfigError: for invalid arguments, or a model that is not on this machine.
@@ -105,7 +124,7 @@ def plan_memory(
     configs = read_configs(fields, algorithms, critic_trunk, reward_model)
     size = find_dimensions(model)
     first = next(iter(configs.values()))
-    place = Place.of(first)
+    place = Place.of_card(card) if card else Place.of(first)
 
     def planned(config: RunConfig) -> MemoryPlan:
         return plan_of(size, config, place, prompt_tokens)
@@ -119,8 +138,14 @@ def plan_memory(
         f"{prompt_tokens} + {plural(first.rollout_limit, 'token')}, at most "
         f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",
     ]
+    rows, timed = columns[0].plan.rows, list[str]()
+    if place.device == "cuda":
+        path = "covey's kernels, Triton" if place.has_kernels and size.has_kernels else f"torch ({WITHOUT_KERNELS})"
+        title.append(f"Sampling and update: {path}; {plural(rows, 'completion')} decoded together")
+    if place.card and first.algorithm in CRITIC_FREE:
+        timed = [*time_lines(size, first, rows, prompt_tokens, place.card), ""]
     advice = _advice(columns, place, planned, _next_command(model, fields))
-    return "\n".join([*title, "", *memory_table(columns), "", *_comparison(columns), advice])
+    return "\n".join([*title, "", *memory_table(columns), "", *timed, *_comparison(columns), advice])
 
 
 def find_dimensions(model: str) -> Dimensions:
@@ -163,6 +188,15 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
     return plan_of(read_dimensions(model_config, config.model), config, Place.of(config))
 
 
+def sampling_room(config: RunConfig) -> int | None:
+    """Bytes of the GPU of a run that are free between updates, by its plan; None on a CPU."""
+    place = Place.of(config)
+    if place.device != "cuda" or place.memory is None:
+        return None
+    plan = _plan_here(config)
+    return None if plan is None else int(TIGHT * place.memory) - plan.staying
+
+
 def plan_of(size: Dimensions, config: RunConfig, place: Place, prompt_tokens: int = PROMPT_TOKENS) -> MemoryPlan:
     """The plan of a run, with its reward models and its other processes."""
     return predict(
@@ -173,6 +207,8 @@ def plan_of(size: Dimensions, config: RunConfig, place: Place, prompt_tokens: in
         prompt_tokens=prompt_tokens,
         reward_model_parameters=count_reward_models(config),
         processes=process_bytes_of(config),
+        memory=place.memory,
+        has_kernels=place.has_kernels,
     )
 
 
@@ -222,11 +258,12 @@ def memory_table(columns: Sequence[Column]) -> list[str]:
         cells = (f"{size / 2**30:{COLUMN_WIDTH}.2f}" if size else " " * (COLUMN_WIDTH - 1) + "-" for size in sizes)
         return f"{' ' * indent + name:<{NAME_WIDTH + 2}}{''.join(cells)}"
 
+    update = columns[0].plan.update
     parts = [name for name in columns[0].plan.parts if any(column.plan.parts[name] for column in columns)]
     phases = (
-        ("all the time", [name for name in parts if name not in (*SAMPLING, *UPDATE)]),
+        ("all the time", [name for name in parts if name not in (*SAMPLING, *update)]),
         ("while sampling", [name for name in parts if name in SAMPLING]),
-        ("during the update", [name for name in parts if name in UPDATE]),
+        ("during the update", [name for name in parts if name in update]),
     )
     lines = [" " * (NAME_WIDTH + 2) + "".join(f"{column.name:>{COLUMN_WIDTH}}" for column in columns)]
     for title, names in phases:
@@ -254,7 +291,7 @@ def _advice(
         return f"There is no GPU here to compare with: take one with more than {largest.plan.peak / 2**30:.1f} GiB."
     room = int(TIGHT * place.memory)
     where = "GPU" if place.device == "cuda" else "machine"
-    has = f"This {where} has {place.memory / 2**30:.1f} GiB"
+    has = f"{f'The {place.card}' if place.card else f'This {where}'} has {place.memory / 2**30:.1f} GiB"
     tight = [column for column in columns if column.plan.peak > room]
     if not tight:
         return f"{has}: {'it fits' if len(columns) == 1 else 'all fit'}. Next: {next_command}"

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from glibc's malloc.h
 _MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20  # Linux's constant, and the huge page size of x86 and most others
 
+RETURNED_SHARE = 0.1  # of a GPU's memory: less is kept for reuse
 CONTEXT_BYTES = 1 << 30  # at most, of a process on a GPU: its CUDA context and kernels
 
 # Instructions that multiply bf16 matrices: x86 AVX-512 and AMX, ARM's bf16 extension.
@@ -297,6 +298,17 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES
     return total, total - max(others, 0)
+
+
+def return_unused(device: torch.device) -> None:
+    """Return the memory that torch keeps for reuse to the GPU, if it is much: the blocks of the next phase have other
+    sizes, and the ones in use would divide the large ones. No effect on a CPU.
+    """
+    if device.type != "cuda":
+        return
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if kept > RETURNED_SHARE * gpu_memory(device)[0]:
+        torch.cuda.empty_cache()
 
 
 def _multiplies_bf16(device: torch.device) -> bool:

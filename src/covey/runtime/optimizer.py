@@ -265,16 +265,19 @@ def row_squares(tensor: Tensor, numbers: int) -> Tensor:
 def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's new gradient to its master's and frees it.
 
-    The master's gradient keeps its memory between steps, because page faults cost more than writing.
+    On a CPU the master's gradient keeps its memory between steps, because page faults cost more than writing. On a GPU
+    its memory is for the keys and values of the sampler then.
     """
     memory: Tensor | None = None
+    keeps = master.device.type == "cpu"
 
     def hook(parameter: Tensor) -> None:
         nonlocal memory
         assert parameter.grad is not None
         if master.grad is None:
-            memory = torch.empty_like(master) if memory is None else memory
-            master.grad = memory.copy_(parameter.grad)
+            own = torch.empty_like(master) if memory is None else memory
+            master.grad = own.copy_(parameter.grad)
+            memory = own if keeps else None
         else:
             master.grad.add_(parameter.grad)
         parameter.grad = None

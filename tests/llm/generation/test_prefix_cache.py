@@ -19,7 +19,7 @@ from covey.llm.generation.generator import (
     TurnAnswer,
 )
 from covey.llm.generation.local_generator import Engine, LocalGenerator, request_uniforms, with_shared_prefix
-from covey.llm.generation.native_decoder import KeptRow, _SharedPrompt
+from covey.llm.generation.slots import KeptRow, SharedPrompt
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model
 from llm.generation.test_turns import END_IDS, Script, make_requests
@@ -129,12 +129,12 @@ def test_siblings_that_go_on_alike_begin_with_one_row(engine: Engine) -> None:
     assert {one.cached_tokens for one in found} == {len(turn.prompt) - 2}
 
 
-def row_of(tokens: int, prompt: _SharedPrompt) -> KeptRow:
+def row_of(tokens: int, prompt: SharedPrompt) -> KeptRow:
     return KeptRow(prompt, torch.zeros(tokens), torch.zeros(tokens), tokens)
 
 
-def prompt_of(tokens: int) -> _SharedPrompt:
-    return _SharedPrompt(torch.zeros(tokens), torch.zeros(tokens), tokens)
+def prompt_of(tokens: int) -> SharedPrompt:
+    return SharedPrompt(torch.zeros(tokens), torch.zeros(tokens), tokens)
 
 
 def test_the_longest_row_before_a_prompt_is_found() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,10 @@ from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.generation import backend
 from covey.llm.generation.generator import GenerationFailure, GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.generation.token_sampling import Truncation
-from covey.llm.model.chat import Chat
-from covey.llm.model.stop_strings import StopStrings
+from covey.llm.generation.token_sampling import WHOLE, Drawing
 from covey.llm.native import bindings
 from covey.llm.policy import LanguagePolicy
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_model
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -74,7 +71,6 @@ def test_a_kernel_with_other_numbers_is_not_used(kernels, monkeypatch, caplog):
 
 
 SETTINGS = GenerationSettings(max_new_tokens=13, temperature=0.8, end_ids=frozenset(range(1, 85, 12)), version=0)
-STOP = StopStrings(Chat(tiny_tokenizer(), frozenset({1})), ("a", "7"))
 PROMPTS = [(5, 6, 7, 8, 9), (5, 6, 11)]
 
 
@@ -83,23 +79,13 @@ def completions(policy: LanguagePolicy, settings: GenerationSettings):
     return [one for group in LocalGenerator(policy).generate(requests) for one in group]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changed"),
-    [
-        ("llama", {}),
-        pytest.param("qwen3", {"max_rows": 2}, marks=pytest.mark.slow),  # norms of heads; a prompt waits for rows
-        pytest.param("qwen2", {"temperature": 1.1}, marks=pytest.mark.slow),  # biases, without copies of weights
-        pytest.param("qwen2", {"truncation": Truncation(min_new_tokens=3), "stop": STOP}, marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_of_steps_draw_what_single_steps_draw(kind, changed, request, monkeypatch):
-    monkeypatch.setattr("covey.llm.generation.graph_decoder.copies_fit", lambda _: "temperature" not in changed)
-    settings = replace(SETTINGS, **changed)
-    right = completions(LanguagePolicy(tiny_model(kind)), settings)
+def test_blocks_of_steps_draw_what_single_steps_draw(request):
+    """`tests/llm/generation/test_graph_decoder.py` has the other models and settings, with kernels that are quicker."""
+    right = completions(LanguagePolicy(tiny_model("llama")), SETTINGS)
     request.getfixturevalue("on_gpu_kernels")
-    policy = LanguagePolicy(tiny_model(kind))
+    policy = LanguagePolicy(tiny_model("llama"))
     assert policy.backend.recorded()["kernels"] == "covey's, Triton"
-    found = completions(policy, settings)
+    found = completions(policy, SETTINGS)
     assert [(one.tokens, one.end) for one in found] == [(one.tokens, one.end) for one in right]
     assert {one.end for one in right} == {EndReason.STOP, EndReason.LENGTH}
     for ours, theirs in zip(found, right, strict=True):
@@ -141,25 +127,34 @@ class Launches(TorchDispatchMode):
 
 def test_a_layer_is_eleven_launches_and_eight_steps_are_one_read(kernels, monkeypatch):
     from covey.llm.generation.graph_decoder import GraphDecoder
+    from covey.llm.generation.slots import SharedPrompt
 
     module = tiny_model("llama")
     decoder = GraphDecoder(module, kernels, 4, 8)
-    keys = torch.zeros(len(decoder.layers), decoder.heads.keys, 3, decoder.heads.width)
-    decoder.append(keys, keys, 4)
-    fed, uniforms = torch.zeros(4, dtype=torch.int64), np.zeros((4, 8))
-    decoder.draw(fed, uniforms[:, :1], 1.0)  # makes the tensors of the step
-    launches = Launches(monkeypatch)
-    counts = []
-    for layers in (decoder.layers, decoder.layers[:1]):
-        decoder.layers = layers
-        launches.count = 0
-        with launches:
-            decoder.draw(fed, uniforms[:, :1], 1.0)
-        counts.append(launches.count)
-    assert counts[0] - counts[1] == 11 * (len(keys) - 1)
+    keys = torch.zeros(len(decoder.layers), decoder.heads.keys, 3 * decoder.heads.width)
+    decoder._append([SharedPrompt(keys, keys, 3)] * 4, list(range(4)), 0)
+    fed, uniforms, lengths = torch.zeros(4, dtype=torch.int64), np.zeros((4, 8)), np.zeros(4, dtype=np.int64)
+    drawing = Drawing(1.0, WHOLE, (1,))
+
+    def draw(steps: int) -> None:
+        list(decoder.draw(fed, uniforms[:, :steps], lengths, drawing))
+
+    draw(1)  # makes the tensors of the step
+    launches, layers, sample = Launches(monkeypatch), decoder.layers, kernels.sample_tokens
+    drawn = torch.zeros(4, dtype=torch.int64), torch.zeros(4)  # what is counted is not run, and leaves no tokens
+    monkeypatch.setattr(kernels, "sample_tokens", lambda *given: (sample(*given), drawn)[1])
+    for compute in (lambda: draw(1), lambda: decoder.feed([[5] * row for row in range(4)])):
+        counts = []
+        for decoder.layers in (layers, layers[:1]):
+            launches.count = 0
+            with launches:
+                compute()
+            counts.append(launches.count)
+        assert counts[0] - counts[1] == 11 * (len(layers) - 1)
     launches.reads = 0
     with launches:
-        decoder.draw(fed, uniforms, 1.0)
+        decoder.feed([[5] * row for row in range(4)])  # of replies
+        draw(8)
     assert launches.reads == 1
 
 

@@ -39,7 +39,7 @@ EVALUATING = [
 @pytest.fixture(scope="module", autouse=True)
 def _tasks_share_a_process() -> Iterator[None]:
     """One process generates the problems of all tasks, because importing the package takes a second."""
-    process = RewardPool(f"{PROCESS}:generate")
+    process = RewardPool(f"{PROCESS}:generate", load_seconds=reasoning_gym.SECONDS_PER_CALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             reasoning_gym, "RewardPool", lambda *_, **__: SimpleNamespace(call=process.call, close=lambda: None)
@@ -173,7 +173,7 @@ def test_problems_do_not_depend_on_the_hashes_of_a_process(monkeypatch: pytest.M
 def test_every_data_set_gives_problems_whose_answers_score_as_in_the_package(grader: RewardGrader) -> None:
     from reasoning_gym.factory import DATASETS
 
-    process = RewardPool(f"{PROCESS}:generate")
+    process = RewardPool(f"{PROCESS}:generate", load_seconds=reasoning_gym.SECONDS_PER_CALL)
     for dataset in sorted(DATASETS.keys() - {"composite"}):
         made = process.call({"completions": [7], "source_dataset": dataset, "options": {}}, 0, 120.0).extras
         assert made["error"] == [""]

@@ -11,7 +11,6 @@ from covey.config.fields import plural
 from covey.experiment.plan import (
     COLUMN_WIDTH,
     NAME_WIDTH,
-    TIGHT,
     Column,
     Place,
     count_reward_models,
@@ -20,6 +19,7 @@ from covey.experiment.plan import (
 )
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import (
+    TIGHT,
     MemoryPlan,
     critic_weights_of,
     frozen_parameters,

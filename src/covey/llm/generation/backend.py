@@ -44,6 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -53,6 +54,7 @@ from covey.llm.generation.decoder import Decoder, token_bytes
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.generation.slots import SlotDecoder
 from covey.llm.generation.trial import Trial, attention_note, in_fp32
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.native.bindings import Kernels, KernelSet, kernels_for
@@ -104,12 +106,17 @@ class Backend:
             return FullForwardDecoder(module, rows)
         return CacheDecoder(module, rows, pads=self.sampling is Sampling.PADDED_CACHE)
 
-    def conversation_decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> NativeDecoder | None:
-        """A decoder whose rows can be parked; None if the model has none. Its bits do not depend on the other rows."""
-        kernels = self.kernels.of(next(module.parameters()))
-        if self.sampling is not Sampling.NATIVE or not isinstance(kernels, Kernels):
+    def conversation_decoder(self, module: PreTrainedModel, rows: int, max_new_tokens: int) -> SlotDecoder | None:
+        """A decoder whose rows can be parked; None if the model has none.
+
+        On a CPU, its bits do not depend on the other rows.
+        """
+        if self.sampling is not Sampling.NATIVE:
             return None
-        return NativeDecoder(module, kernels, rows, max_new_tokens, chunk=CHUNK)
+        kernels = self.kernels.of(next(module.parameters()))
+        if isinstance(kernels, Kernels):
+            return NativeDecoder(module, kernels, rows, max_new_tokens, chunk=CHUNK)
+        return cast(SlotDecoder, self.decoder(module, rows, max_new_tokens))
 
     def recorded(self) -> dict[str, str]:
         """The choice as recorded in a run and in `summary.json`; compared when a run is resumed."""

@@ -8,6 +8,9 @@ One call of `advance` generates one token of every open completion:
     retire   close the completions that ended
     fork     split branches whose completions drew different tokens; drop branches without an open completion
 
+A decoder that draws itself (`DrawingDecoder`) makes several steps together, unless prompts are admitted. Before these,
+branches are split into their completions, because these draw different tokens.
+
 A turn of a conversation is a kind of completion. In the training process (`ConversationBatch`) a completion whose turn
 has ended waits with its keys and values for a reply. The tokens of replies are fed together with the next token of the
 other rows. Completions that wait at the same tokens share their row, and go on in one row if their replies are equal
@@ -22,22 +25,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.llm.generation.decoder import Decoder
-from covey.llm.generation.native_decoder import KeptRow, NativeDecoder, ParkedRow, keep, restore
-from covey.llm.generation.token_sampling import WHOLE, Truncation, sample_tokens
+from covey.llm.generation.decoder import Decoder, DrawingDecoder
+from covey.llm.generation.slots import KeptRow, ParkedRow, SlotDecoder
+from covey.llm.generation.token_sampling import WHOLE, Drawing, Truncation, sample_tokens
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
-
-if TYPE_CHECKING:  # Triton may not be installed
-    from covey.llm.generation.graph_decoder import GraphDecoder
 
 
 class ContinuousBatch:
@@ -71,10 +71,10 @@ class ContinuousBatch:
             truncation: tokens that may not be drawn.
         """
         self.shared_prefix = shared_prompt_prefix(prompts) if shared_prefix is None else shared_prefix
-        self.decoder, self.prompts, self.max_rows, self.temperature = decoder, prompts, max_rows, temperature
+        self.decoder, self.prompts, self.max_rows = decoder, prompts, max_rows
         self.group_size, self.max_new_tokens = len(uniforms_NT) // len(prompts), uniforms_NT.shape[1]
         self.end_ids, self.kernels = np.array(sorted(end_ids), dtype=np.int64), kernels
-        self.stop, self.truncation = stop, truncation
+        self.stop, self.drawing = stop, Drawing(temperature, truncation, tuple(sorted(end_ids)))
         self.uniforms_NT = uniforms_NT
         self.tokens_NT = np.empty(uniforms_NT.shape, dtype=np.int64)
         self.logprobs_NT = np.empty(uniforms_NT.shape)
@@ -119,7 +119,7 @@ class ContinuousBatch:
         Raises:
             FloatingPointError: if the logits of a row are not finite.
         """
-        if (steps := self._steps_together()) > 1:
+        if steps := self._steps_together():
             self._advance_together(steps)
             return
         logits = [*self._step(), *self._admit()]
@@ -128,30 +128,34 @@ class ContinuousBatch:
         self._fork(self._retire(tokens_R), len(logits_BV), logits_BV.device)
 
     def _steps_together(self) -> int:
-        """Number of tokens that are drawn by the decoder: all rows go on, and every token of theirs may be drawn."""
-        if self.decoder.block == 1 or not len(self.open_R) or self.temperature == 0.0:
-            return 1
-        lengths_R = self.lengths_N[self.open_R]
+        """Number of tokens that the decoder draws; 0 if it cannot, or a prompt is admitted."""
         admits = self.admitted < len(self.prompts) and self._free_rows() >= self.group_size
-        if admits or self.truncation.restricts(int(lengths_R.min())):
-            return 1
-        return min(int((self.limits_N[self.open_R] - lengths_R).max()), self.decoder.block)
+        if self.decoder.block == 1 or admits or not len(self.open_R):
+            return 0
+        return min(int((self.limits_N - self.lengths_N)[self.open_R].max()), self.decoder.block)
 
     def _advance_together(self, steps: int) -> None:
-        columns = self.lengths_N[self.open_R][:, None] + np.arange(steps)  # beyond a limit, what is drawn is not used
-        uniforms_RN = self.uniforms_NT[self.open_R[:, None], np.minimum(columns, self.uniforms_NT.shape[1] - 1)]
-        decoder = cast("GraphDecoder", self.decoder)
-        tokens_BN, logprobs_BN = decoder.draw(self.fed_B, uniforms_RN, self.temperature)
-        for column in range(steps):
-            drawn_R, logprobs_R = tokens_BN[self.branch_R, column], logprobs_BN[self.branch_R, column]
-            self._record(drawn_R, logprobs_R)
-            tokens_R = self._retire(drawn_R)
-        self._fork(tokens_R, len(tokens_BN), self.fed_B.device)
+        decoder = cast(DrawingDecoder, self.decoder)
+        if self.fed is not None:
+            decoder.feed([tokens[:-1] for tokens in self.fed])  # the last ones are in `fed_B`
+            self.fed = None
+        if self.drawing.temperature and len(self.open_R) > len(self.fed_B):
+            branch_R = torch.from_numpy(self.branch_R)
+            decoder.select(branch_R)
+            self.fed_B, self.branch_R = self.fed_B[branch_R], np.arange(len(branch_R))
+        first_B = self.open_R[np.unique(self.branch_R, return_index=True)[1]]
+        columns = self.lengths_N[first_B][:, None] + np.arange(steps)  # beyond a limit, what is drawn is not used
+        uniforms_BN = self.uniforms_NT[first_B[:, None], np.minimum(columns, self.uniforms_NT.shape[1] - 1)]
+        for tokens_B, logprobs_B in decoder.draw(self.fed_B, uniforms_BN, self.lengths_N[first_B], self.drawing):
+            tokens_R, logprobs_R = tokens_B[self.branch_R], logprobs_B[self.branch_R]
+            self._record(tokens_R, logprobs_R)
+            tokens_R = self._retire(tokens_R)
+        self._fork(tokens_R, len(first_B), torch.device("cpu"))
 
     def _step(self) -> list[Tensor]:
         fed, self.fed = self.fed, None
         if fed is not None:
-            return [cast(NativeDecoder, self.decoder).extend(fed)]
+            return [cast(SlotDecoder, self.decoder).extend(fed)]
         return [self.decoder.step(self.fed_B)] if len(self.open_R) else []
 
     def _admit(self) -> list[Tensor]:
@@ -187,10 +191,11 @@ class ContinuousBatch:
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
         uniforms_R = torch.from_numpy(self.uniforms_NT[position]).to(device)
-        if len(self.open_R) and self.truncation.restricts(int(position[1].min())):
+        temperature, truncation = self.drawing.temperature, self.drawing.truncation
+        if len(self.open_R) and truncation.restricts(int(position[1].min())):
             lengths_R, end_ids = (torch.from_numpy(numbers).to(device) for numbers in (position[1], self.end_ids))
-            logits_RV = self.truncation.apply(logits_RV, lengths_R, end_ids, self.temperature)
-        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, self.temperature, self.kernels)
+            logits_RV = truncation.apply(logits_RV, lengths_R, end_ids, temperature)
+        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, temperature, self.kernels)
         chosen_R = tokens_R.cpu().numpy()
         self._record(chosen_R, logprobs_R.double().cpu().numpy())
         return chosen_R
@@ -220,7 +225,7 @@ class ContinuousBatch:
 
     def _stopped(self, stop: StopStrings, tokens_R: NDArray[np.int64]) -> NDArray[np.bool_]:
         """True for the open completions whose text now contains a stop string."""
-        stopped_R = np.array([stop.may_end(token) for token in tokens_R.tolist()])
+        stopped_R = np.array([stop.may_end(token) for token in tokens_R.tolist()], dtype=bool)
         for row in stopped_R.nonzero()[0]:
             number = self.open_R[row]
             stopped_R[row] = stop.contained_in(self.tokens_NT[number, : self.lengths_N[number]].tolist())
@@ -249,9 +254,9 @@ def logits_bytes(rows: int, vocabulary: int, itemsize: int) -> int:
 class ConversationBatch(ContinuousBatch):
     """A `ContinuousBatch` of conversations. A completion is a turn, and its number stays that of the conversation."""
 
-    decoder: NativeDecoder
+    decoder: SlotDecoder
 
-    def __init__(self, decoder: NativeDecoder, **arguments: Any) -> None:
+    def __init__(self, decoder: SlotDecoder, **arguments: Any) -> None:
         """`arguments`: as of `ContinuousBatch`; `max_rows` includes the conversations that wait."""
         super().__init__(decoder, **arguments)
         self.ended: list[int] = []  # conversations whose turn has ended; the caller empties it
@@ -382,9 +387,9 @@ class PrefixCache:
 class TurnBatch(ContinuousBatch):
     """A `ContinuousBatch` of turns, which begins with the rows of earlier turns and keeps its own."""
 
-    decoder: NativeDecoder
+    decoder: SlotDecoder
 
-    def __init__(self, decoder: NativeDecoder, cache: PrefixCache, **arguments: Any) -> None:
+    def __init__(self, decoder: SlotDecoder, cache: PrefixCache, **arguments: Any) -> None:
         """`arguments`: as of `ContinuousBatch`."""
         super().__init__(decoder, **arguments)
         self.cache = cache
@@ -398,7 +403,7 @@ class TurnBatch(ContinuousBatch):
         """Append the rows of the next prompts to the batch, as long as the cache has them and rows are free."""
         while self._free_rows() >= self.group_size and (found := self._find(self.admitted)):
             length, row = found
-            restore(self.decoder, row)
+            self.decoder.restore(row)
             numbers = range(self.admitted * self.group_size, (self.admitted + 1) * self.group_size)
             self._resume(numbers, tuple(self.prompts[self.admitted][length:]))
             self.cached[self.admitted] = length
@@ -417,4 +422,4 @@ class TurnBatch(ContinuousBatch):
             own = self.tokens_NT[number, : self.lengths_N[number] - 1].tolist()  # the last was drawn, but not fed
             tokens = (*self.prompts[number // self.group_size], *own)
             if tokens not in self.cache:
-                self.cache.put(tokens, keep(self.decoder, branch))
+                self.cache.put(tokens, self.decoder.keep(branch))

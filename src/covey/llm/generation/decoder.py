@@ -1,9 +1,8 @@
-"""The interface of decoders, the prefill that two of them share, and layers with prepacked weights.
+"""The interface of decoders, the prefill that most of them share, and layers with prepacked weights.
 
 A decoder takes prompts, each shared by the rows of a group, and returns the logits of every row's next token. The
 implementations are `NativeDecoder`, `GraphDecoder`, `SharedPrefixDecoder`, `CacheDecoder` and `FullForwardDecoder`;
-`backend.py`
-selects one.
+`backend.py` selects one.
 
 Decoding multiplies few rows by every weight, so reading the weights takes much of its time. A copy that oneDNN has
 prepacked needs as much memory as the weights and takes about 0.1 s. Every decoder makes a new copy, so it always has
@@ -16,17 +15,22 @@ Shapes: S prompts, P longest prompt, R rows, H heads, K key-value heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from covey.llm.generation.token_sampling import Drawing
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.lora import adapted_layers, base_of, joined_weights
 from covey.llm.model.prefix_attention import Layout, PackedLayout, forward
+from covey.runtime.device import device_kind
 
 
 class Decoder(Protocol):
@@ -53,18 +57,60 @@ class Decoder(Protocol):
         """Keep only these rows (int64 indices, ascending). If `can_fork`, an index that occurs twice copies the row."""
 
 
+class DrawingDecoder(Decoder, Protocol):
+    """A decoder that draws tokens itself: several between two synchronisations with a GPU."""
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Feed any number of tokens to every row, without the logits of the next ones."""
+
+    def draw(
+        self, tokens_R: Tensor, uniforms_RN: NDArray[np.float64], lengths_R: NDArray[np.int64], drawing: Drawing
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """Feed a token to every row, and draw up to `block` tokens for it, N.
+
+        Args:
+            tokens_R: the tokens that are fed.
+            uniforms_RN: the random number of every drawn token.
+            lengths_R: number of tokens that the completion of a row has so far.
+            drawing: how they are drawn.
+
+        Yields:
+            the tokens and their log-probabilities, not numbers for a row whose logits are not finite, of each of the N
+            steps. `park` and `keep` mean the row before this token.
+        """
+
+
 def token_bytes(layers: int, heads: Heads, itemsize: int) -> int:
     """Bytes of the keys and values of one token in all layers; each number has `itemsize` bytes."""
     return 2 * layers * heads.keys * heads.width * itemsize
 
 
-def prefill(
+# Tokens of a forward pass, of which a GPU holds the activations. On a CPU, the bits of a prompt depend on their number.
+PREFILL_TOKENS = {"cpu": 1 << 62, "cuda": 16384}
+
+
+def prefill_parts(
     module: PreTrainedModel, prompts: list[list[int]], common: int | None = None
-) -> tuple[Tensor, PrefillLayout]:
-    """hidden_SW of the last token of each prompt, and the layout with the keys and values of all prompts."""
-    layout = PrefillLayout(prompts, module.device, common)
-    hidden_NW = forward(module.base_model, layout.tokens, layout.positions, layout)
-    return hidden_NW[layout.prompt_ends.to(module.device)], layout
+) -> Iterator[tuple[Tensor, PrefillLayout]]:
+    """hidden_SW of the last token of each prompt, and the layout with keys and values, of prompts that are fed at once:
+    at most PREFILL_TOKENS together, or one longer prompt."""
+    for part in parts_of(prompts, PREFILL_TOKENS[device_kind(module.device)]):
+        layout = PrefillLayout(part, module.device, common)
+        hidden_NW = forward(module.base_model, layout.tokens, layout.positions, layout)
+        yield hidden_NW[layout.prompt_ends.to(module.device)], layout
+
+
+def parts_of(prompts: list[list[int]], tokens: int) -> list[list[list[int]]]:
+    """Consecutive prompts of at most `tokens` tokens together, or of one longer prompt."""
+    parts: list[list[list[int]]] = []
+    room = 0
+    for prompt in prompts:
+        if len(prompt) > room:
+            parts.append([])
+            room = tokens
+        parts[-1].append(prompt)
+        room -= len(prompt)
+    return parts
 
 
 class PrefillLayout(PackedLayout):

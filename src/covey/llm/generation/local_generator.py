@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.data import EndReason
-from covey.llm.generation.backend import Backend
+from covey.llm.generation.backend import Backend, Sampling
 from covey.llm.generation.batch import ContinuousBatch, ConversationBatch, PrefixCache, TurnBatch
 from covey.llm.generation.generator import (
     Completion,
@@ -38,10 +38,11 @@ from covey.llm.generation.generator import (
     Respond,
     TurnAnswer,
 )
+from covey.llm.generation.gpu_memory import DecoderMemory
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.policy import LanguagePolicy
 from covey.llm.tasks.prompt_limit import length_fault
-from covey.runtime.device import device_kind, total_memory_bytes
+from covey.runtime.device import device_kind, return_unused, total_memory_bytes
 from covey.runtime.rng import uniforms
 
 # Limits on the memory of the keys and values of a batch, if the settings do not give the number of rows: on a CPU, and
@@ -59,6 +60,7 @@ class LocalGenerator:
     policy: LanguagePolicy
     version: int = 0
     clock: Callable[[], float] = time.monotonic  # in seconds
+    room: int | None = None  # bytes of a GPU that are free between updates; None: CACHE_SHARE of it
 
     def generate(
         self,
@@ -72,7 +74,9 @@ class LocalGenerator:
         batches = self.by_settings(requests, failed)
         results: dict[int, GenerationResult] = {**failed}
         for numbers in batches:
+            return_unused(self.policy.module.device)  # of the update, or of the batch before
             results |= self._generate({number: requests[number] for number in numbers}, start, ready)
+        return_unused(self.policy.module.device)
         return [results[number] for number in range(len(requests))]
 
     def converse(
@@ -80,7 +84,7 @@ class LocalGenerator:
     ) -> list[GenerationFailure | None]:
         """Generate conversations; implements `TurnGenerator`.
 
-        Models of `NativeDecoder` continue a turn from its keys and values while other rows go on (`in_rows`). For the
+        Models of a `SlotDecoder` continue a turn from its keys and values while other rows go on (`in_rows`). For the
         others, the turns whose answers have come are generated together, with a prefill of all tokens so far, and
         answers that come meanwhile wait (`in_waves`).
         """
@@ -131,7 +135,9 @@ class LocalGenerator:
         """
         numbers, results = list(requests), dict[int, GenerationResult]()
         settings = requests[numbers[0]].settings
-        rows = batch_rows(self.policy, list(requests.values()), settings.max_new_tokens, settings.max_rows)
+        rows = batch_rows(
+            self.policy, list(requests.values()), settings.max_new_tokens, settings.max_rows, room=self.room
+        )
         decoder = self.policy.backend.decoder(self.policy.module, rows, settings.max_new_tokens)
         batch = ContinuousBatch(decoder, **batch_arguments(self.policy.backend, list(requests.values()), rows))
 
@@ -154,7 +160,7 @@ class LocalGenerator:
         cannot be parked."""
         settings = requests[0].settings
         tokens = max(max_tokens, settings.max_new_tokens)
-        rows = batch_rows(self.policy, requests, tokens, settings.max_rows)
+        rows = batch_rows(self.policy, requests, tokens, settings.max_rows, room=self.room)
         decoder = self.policy.backend.conversation_decoder(self.policy.module, rows, tokens)
         if decoder is None:
             return None
@@ -328,38 +334,52 @@ def completion_of(tokens: list[int], logprobs: list[float], request: GenerationR
     return Completion(tokens, logprobs, EndReason.STOP if stopped else EndReason.LENGTH, version)
 
 
-def rows_in_memory(policy: LanguagePolicy, prompts: Sequence[tuple[int, ...]], tokens: int) -> int:
-    """Number of rows whose keys and values, of up to `tokens` tokens after each prompt, fit into `cache_limit`."""
-    backend = policy.backend
-    longest = 0 if backend.shares_prompts else max(map(len, prompts))
+def rows_in_memory(policy: LanguagePolicy, requests: Sequence[GenerationRequest], tokens: int, room: int | None) -> int:
+    """Number of rows whose keys and values, of up to `tokens` tokens after each prompt, fit into `cache_limit`, or with
+    what else a `GraphDecoder` needs into `room` bytes.
+    """
+    backend, longest = policy.backend, max(len(request.prompt) for request in requests)
+    if room is not None and backend.sampling is Sampling.NATIVE and device_kind(policy.module.device) == "cuda":
+        memory = DecoderMemory.of(policy.module)
+        return memory.fitting_rows(room, requests[0].completions, tokens, len(requests), longest)
+    longest = 0 if backend.shares_prompts else longest
     return fitting_rows(backend.row_bytes + backend.token_bytes * (tokens + longest), device_kind(policy.module.device))
 
 
 def batch_rows(
-    policy: LanguagePolicy, requests: Sequence[GenerationRequest], tokens: int, given: int, least: int = 0
+    policy: LanguagePolicy,
+    requests: Sequence[GenerationRequest],
+    tokens: int,
+    given: int,
+    least: int = 0,
+    room: int | None = None,
 ) -> int:
     """Number of rows of a batch with up to `tokens` tokens after each prompt; `given`, or chosen by memory if it is 0.
 
     Further requests have room if that is fewer than `least`.
     """
-    fitting = given or rows_in_memory(policy, [request.prompt for request in requests], tokens)
+    fitting = given or rows_in_memory(policy, requests, tokens, room)
     completions = requests[0].completions
     return max(rows_together(fitting, len(requests), completions), min(fitting, least))
 
 
-def cache_limit(device: str) -> int:
-    """Bytes for the keys and values of a batch on the device "cpu" or "cuda"."""
+def cache_limit(device: str, gpu_bytes: int | None = None) -> int:
+    """Bytes for the keys and values of a batch on the device "cpu" or "cuda".
+
+    Args:
+        device: "cpu" or "cuda".
+        gpu_bytes: memory of the GPU; None: the GPU of this machine.
+    """
     if device == "cpu":
         return CACHE_BYTES
-    memory = (
-        total_memory_bytes(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
-    )
-    return int(CACHE_SHARE * (memory or ASSUMED_GPU_BYTES))
+    if gpu_bytes is None and torch.cuda.is_available():
+        gpu_bytes = total_memory_bytes(torch.device("cuda", torch.cuda.current_device()))
+    return int(CACHE_SHARE * (gpu_bytes or ASSUMED_GPU_BYTES))
 
 
-def fitting_rows(row_bytes: int, device: str) -> int:
+def fitting_rows(row_bytes: int, device: str, gpu_bytes: int | None = None) -> int:
     """Number of rows whose keys and values, of `row_bytes` bytes each, fit into `cache_limit` together."""
-    return cache_limit(device) // row_bytes
+    return cache_limit(device, gpu_bytes) // row_bytes
 
 
 def rows_together(fitting: int, requests: int, completions: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from covey.config.files import raise_fault
-from covey.llm.generation.decoder import LlamaLayers, PackedLinears, PrefillLayout, prefill
+from covey.llm.generation.decoder import LlamaLayers, PackedLinears, PrefillLayout, prefill_parts
 from covey.llm.model.architecture import is_llama_like
 from covey.llm.model.prefix_attention import Layout, SharedPrefixAttention, forward
 from covey.llm.native.bindings import PAD
@@ -173,11 +173,11 @@ class SharedPrefixDecoder:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
-        hidden_SW, stored = prefill(self.module, prompts, common)
+        hidden, parts = zip(*prefill_parts(self.module, prompts, common), strict=True)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
-        self.layout = _DecodingLayout(stored, prompt_of_row, self.device)
+        self.layout = _DecodingLayout(parts, prompt_of_row, self.device)
         self.graphed_step.reset()
-        return self.network.head(hidden_SW)
+        return self.network.head(torch.cat(hidden))
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
@@ -220,14 +220,16 @@ class _DecodingLayout:
     `fed_R`, `positions_R`, `unwritten_1T` and `column_1`, which `feed` changes in place.
     """
 
-    def __init__(self, stored: PrefillLayout, prompt_of_row: Tensor, device: str) -> None:
+    def __init__(self, parts: Sequence[PrefillLayout], prompt_of_row: Tensor, device: str) -> None:
         self.device = device
-        self.keys_KSPD, self.values_KSPD = stored.keys, stored.values
-        self.lengths_S = torch.tensor(stored.prompt_lengths, device=prompt_of_row.device)
+        self.keys_KSPD = _joined([part.keys for part in parts])
+        self.values_KSPD = _joined([part.values for part in parts])
+        lengths = [length for part in parts for length in part.prompt_lengths]
+        self.lengths_S = torch.tensor(lengths, device=prompt_of_row.device)
         rows = len(prompt_of_row)
         self.own_keys, self.own_values = (
             [prompt_KSPD.new_empty(prompt_KSPD.shape[0], rows, 0, prompt_KSPD.shape[3]) for prompt_KSPD in tensors]
-            for tensors in (stored.keys, stored.values)
+            for tensors in (self.keys_KSPD, self.values_KSPD)
         )
         self.decoded = 0
         self.column_1 = torch.zeros(1, dtype=torch.int64, device=prompt_of_row.device)
@@ -291,3 +293,15 @@ class _DecodingLayout:
             own_KRTD.index_copy_(2, self.column_1, new_KRD[:, :, None])
         else:
             own_KRTD[:, :, self.decoded - 1] = new_KRD
+
+
+def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
+    """By layer, the keys or values of the prompts of all parts, padded to the longest. Empties the lists: a layer at a
+    time is in memory twice."""
+    longest, joined = max(layers[0].shape[2] for layers in parts), list[Tensor]()
+    while parts[0]:
+        of_parts = [layers.pop(0) for layers in parts]
+        if len(of_parts) > 1:
+            of_parts = [torch.cat([F.pad(one, (0, 0, 0, longest - one.shape[2])) for one in of_parts], dim=1)]
+        joined += of_parts
+    return joined

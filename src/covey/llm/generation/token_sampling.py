@@ -73,6 +73,15 @@ class Truncation:
 WHOLE = Truncation()
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How the tokens of a batch are drawn."""
+
+    temperature: float  # divides the logits; 0: argmax
+    truncation: Truncation  # tokens that may not be drawn
+    end_ids: tuple[int, ...]  # token ids that end a completion
+
+
 BLOCK = 256  # width of a block: two short cumulative sums replace one over the whole vocabulary
 # Rows per chunk of probabilities: 6 MB with a vocabulary of 50,000, which fits into a CPU's cache. A chunk is thirty
 # kernels of a GPU.

@@ -9,7 +9,9 @@ Shapes: S prompts and R rollouts of a microbatch, P tokens of a prompt, C fed to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, replace
 
 from covey.algorithms import default_kl
 from covey.config import CRITIC_FREE, RunConfig
@@ -23,6 +25,7 @@ from covey.llm.generation import (
     shared_prefix_decoder,
     token_sampling,
 )
+from covey.llm.generation.gpu_memory import DecoderMemory
 from covey.llm.memory.dimensions import Dimensions, LinearShape
 from covey.llm.model import fused_layers, logprobs, prefix_attention, recompute
 from covey.llm.model.lora import choose_targets
@@ -39,7 +42,10 @@ PROGRAM_BYTES = {"cpu": 430 << 20, "cuda": 600 << 20}
 # torch's allocator counts live tensors alone.
 HOLES_OF_ONE_MICROBATCH, HOLES_OF_SEVERAL = 0.1, 0.47
 
-SAMPLING = ("gathered weights", "prepacked weights", "keys and values", "logits of a decoding step")
+TIGHT = 0.9  # a plan may use this fraction of a machine's memory; the rest is for other programs
+
+SAMPLING = ("gathered weights", "prepacked weights", "prefill", "keys and values", "logits of a decoding step")
+GRADIENTS = ("gradients", "critic's gradients")
 UPDATE = ("gathered layers", "gradients of shards", "activations", "logits", "fragmentation")
 
 
@@ -48,16 +54,18 @@ class MemoryPlan:
     """Predicted bytes by part, each at its maximum."""
 
     parts: dict[str, int]
+    rows: int = 0  # that are decoded together; 0: elsewhere
+    update: tuple[str, ...] = UPDATE  # the parts that are in memory during the update alone
+
+    @property
+    def staying(self) -> int:
+        """Bytes of the parts that are in memory all the time."""
+        return sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *self.update))
 
     @property
     def peak(self) -> int:
         """The peak in bytes: the larger of sampling and update, which do not overlap, and the parts that remain."""
-        return self.staying + max(sum(self.parts[name] for name in phase) for phase in (SAMPLING, UPDATE))
-
-    @property
-    def staying(self) -> int:
-        """Bytes of the parts that remain between the phases."""
-        return sum(size for name, size in self.parts.items() if name not in (*SAMPLING, *UPDATE))
+        return self.staying + max(sum(self.parts[name] for name in phase) for phase in (SAMPLING, self.update))
 
 
 def predict(
@@ -70,6 +78,8 @@ def predict(
     reward_model_parameters: int = 0,
     processes: int = 0,
     ranks: int = 1,
+    memory: int | None = None,
+    has_kernels: bool = True,
 ) -> MemoryPlan:
     """Predict the memory of a run by part; with several ranks, of one that has all weights.
 
@@ -80,7 +90,10 @@ def predict(
         processes: bytes of the processes of rewards (`RewardConfig.process_bytes`) and of the task; a GPU's memory has
             none of them.
         ranks: processes that train together; they divide the shards of the config.
+        memory: bytes of the GPU, of which keys and values get what is left; None: a share of one of 80 GB.
+        has_kernels: whether the device has covey's kernels, for the models that they support.
     """
+    gpu_bytes = memory if device == "cuda" else None
     critic_weights = critic_weights_of(size, config)
     policy_state, critic_state = (
         state_bytes(parameters, width, eight_bit_moments=config.update.eight_bit_moments)
@@ -88,7 +101,7 @@ def predict(
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
-    fused = device == "cpu" and size.has_kernels
+    fused = size.has_kernels and has_kernels
     activations = activation_bytes(
         size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
     )
@@ -99,7 +112,7 @@ def predict(
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
     is_only_one = rows == largest_group(config) * _groups_of_a_minibatch(config)
     holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
-    return MemoryPlan(
+    plan = MemoryPlan(
         {
             "program": PROGRAM_BYTES[device],
             "weights": size.parameters * width,
@@ -113,17 +126,23 @@ def predict(
             "reward models": reward_model_parameters * width,
             "reward model's optimizer": _reward_model_state(config, reward_model_parameters, width),
             "other processes": processes if device == "cpu" else 0,
-            "gathered weights": 0,  # those of sharded weights: covey_cluster
-            **_sampling(size, config, device, width, prompt_tokens, ranks),
+            **dict.fromkeys(SAMPLING, 0),  # "gathered weights" are those of sharded weights: covey_cluster
             "gradients": policy_state.gradients,
             "critic's gradients": critic_state.gradients,
             "gathered layers": 0,
             "gradients of shards": copies,
             "activations": activations,
-            "logits": _logit_bytes(size, config, device, width, decisions),
+            "logits": _logit_bytes(size, config, gpu_bytes, width, decisions, native=has_kernels),
             "fragmentation": int(holes * (activations + policy_state.gradients + critic_state.gradients)),
-        }
+        },
+        # On a CPU they keep their memory from step to step (`MasterAdamW`).
+        update=UPDATE if device == "cpu" else (*GRADIENTS, *UPDATE),
     )
+    if config.sampler.kind != "local":
+        return plan
+    free = plan.staying, gpu_bytes
+    rows, sampling = _sampling(size, config, device, width, prompt_tokens, ranks, free=free, native=fused)
+    return replace(plan, parts=plan.parts | sampling, rows=rows)
 
 
 def _reward_model_state(config: RunConfig, parameters: int, width: int) -> int:
@@ -208,46 +227,85 @@ def critic_weights_of(size: Dimensions, config: RunConfig) -> int:
     return trunks[config.critic.trunk] + critic.head_parameters(size.hidden)
 
 
-def _logit_bytes(size: Dimensions, config: RunConfig, device: str, width: int, decisions: int) -> int:
+def _logit_bytes(
+    size: Dimensions, config: RunConfig, gpu_bytes: int | None, width: int, decisions: int, *, native: bool
+) -> int:
     """Bytes of `token_logprobs` and `exact_kl`; the gradients of the KL wait for those of the log-probabilities."""
     shape = decisions, size.hidden, size.vocabulary, width
     has_entropy_bonus, trains_head = bool(config.loss.entropy_coefficient), not config.lora.is_used
     needed = logprobs.buffer_bytes(
-        *shape, native=device == "cpu", has_entropy_bonus=has_entropy_bonus, trains_head=trains_head
+        *shape, native=native, has_entropy_bonus=has_entropy_bonus, trains_head=trains_head, gpu_bytes=gpu_bytes
     )
     if config.loss.kl_estimator == "exact":
         returned = logprobs.exact_kl_returned_bytes(*shape, trains_head=trains_head)
-        needed = max(needed + returned, logprobs.exact_kl_bytes(*shape, trains_head=trains_head))
+        needed = max(needed + returned, logprobs.exact_kl_bytes(*shape, trains_head=trains_head, gpu_bytes=gpu_bytes))
     return needed
 
 
 def _sampling(
-    size: Dimensions, config: RunConfig, device: str, width: int, prompt_tokens: int, ranks: int
-) -> dict[str, int]:
-    """Bytes of the buffers of a batch of requests of equal size, with as many whole groups at a time as fit."""
-    if config.sampler.kind != "local":
-        return dict.fromkeys(SAMPLING, 0)
+    size: Dimensions,
+    config: RunConfig,
+    device: str,
+    width: int,
+    prompt_tokens: int,
+    ranks: int,
+    *,
+    free: tuple[int, int | None],
+    native: bool,
+) -> tuple[int, dict[str, int]]:
+    """Rows and bytes of a batch of requests of equal size, with as many whole groups at a time as fit.
+
+    Args:
+        free: bytes that are in memory all the time, and the memory of the GPU; None: not known, or a CPU.
+        native: whether covey's kernels decode.
+    """
+    staying, gpu_bytes = free
+    room = None if gpu_bytes is None else int(TIGHT * gpu_bytes) - staying
     token, completions = decoder.token_bytes(size.layers, size.attention_heads, width), largest_group(config)
+    requests, max_rows = -(-config.sampling.prompts_per_step // ranks), config.sampling.rows_at_once
+    on_gpu = decoder_memory(size, config, width)
+    if native and room is not None and not max_rows:
+        fitting = on_gpu.fitting_rows(room, completions, config.rollout_limit, requests, prompt_tokens)
+        max_rows = max(fitting, completions)
     rows = decoded_rows(
         token,
-        requests=-(-config.sampling.prompts_per_step // ranks),
+        requests=requests,
         completions=completions,
-        max_rows=config.sampling.rows_at_once,
+        max_rows=max_rows,
         max_new_tokens=config.rollout_limit,
         device=device,
+        gpu_bytes=gpu_bytes,
     )
     logits = batch.logits_bytes(rows, size.vocabulary, width)
-    shape = token, rows, config.rollout_limit, rows // completions, prompt_tokens
-    if device == "cpu" and size.has_kernels:
-        keys_and_values = native_decoder.cache_bytes(*shape)
+    prompts = rows // completions
+    if native and device == "cuda":
+        keys_and_values = on_gpu.keys_and_values(rows, config.rollout_limit, prompts, prompt_tokens)
+        prefill, logits = on_gpu.prefill(prompts, prompt_tokens), on_gpu.step(rows)
+        copies = on_gpu.copies(math.inf if room is None else room - keys_and_values)
     else:
-        keys_and_values = shared_prefix_decoder.cache_bytes(*shape, device)
-        logits += token_sampling.buffer_bytes(rows, size.vocabulary, device)
-    return {
-        "prepacked weights": decoder.copy_bytes(size.prepacked_parameters, width, device),
+        shape = token, rows, config.rollout_limit, prompts, prompt_tokens
+        copies, prefill = decoder.copy_bytes(size.prepacked_parameters, width, device), 0
+        if native:
+            keys_and_values = native_decoder.cache_bytes(*shape)
+        else:
+            keys_and_values = shared_prefix_decoder.cache_bytes(*shape, device)
+            logits += token_sampling.buffer_bytes(rows, size.vocabulary, device)
+    return rows, {
+        "prepacked weights": copies,
+        "prefill": prefill,
         "keys and values": keys_and_values,
         "logits of a decoding step": logits,
     }
+
+
+def decoder_memory(size: Dimensions, config: RunConfig, width: int) -> DecoderMemory:
+    """The memory of the decoder of covey's kernels on a GPU."""
+    adapted = {one.path for one in adapted_shapes(size, config)}
+    joined = [one for one in size.linear if one.path.rpartition(".")[2] in JOINED or one.path in adapted]
+    return DecoderMemory(
+        size.hidden, size.intermediate, size.vocabulary, size.layers, size.attention_heads, size.prepacked_parameters,
+        sum(one.inputs * one.outputs for one in joined), width,
+    )  # fmt: skip
 
 
 def _groups_of_a_minibatch(config: RunConfig) -> int:
@@ -277,6 +335,7 @@ def norm_bytes(size: Dimensions, features: int, itemsize: int) -> int:
 
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # autograd keeps it once
+JOINED = tuple(itertools.chain(*SAME_INPUT))  # the layers that `GraphDecoder` joins
 KEPT_BY_ATTENTION = "o_proj"  # covey's attention keeps its result, which is the input of this layer
 
 
@@ -304,12 +363,17 @@ def trained_parameters(size: Dimensions, config: RunConfig) -> int:
     return adapter_parameters(size, config) if config.lora.is_used else size.parameters
 
 
+def has_reference(config: RunConfig) -> bool:
+    """Whether the run has a KL, with the algorithm's own coefficient if none is given."""
+    coefficient = config.kl_coefficient
+    return bool(default_kl(config.algorithm).coefficient(1) if coefficient is None else coefficient)
+
+
 def reference_parameters(size: Dimensions, config: RunConfig) -> int:
     """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter; 0 if the
     KL coefficient is 0.
     """
-    coefficient = config.kl_coefficient
-    if not (default_kl(config.algorithm).coefficient(1) if coefficient is None else coefficient):
+    if not has_reference(config):
         return 0
     if not config.lora.is_used:
         return size.parameters
@@ -368,7 +432,14 @@ def _input_of(path: str) -> tuple[str, ...]:
 
 
 def decoded_rows(
-    token: int, *, requests: int, completions: int, max_rows: int, max_new_tokens: int, device: str
+    token: int,
+    *,
+    requests: int,
+    completions: int,
+    max_rows: int,
+    max_new_tokens: int,
+    device: str,
+    gpu_bytes: int | None = None,
 ) -> int:
     """Number of completions that are generated together, in whole groups.
 
@@ -378,6 +449,7 @@ def decoded_rows(
         max_rows: completions that are generated together; 0 if memory decides.
         max_new_tokens: tokens of a completion.
         device: "cpu" or "cuda".
+        gpu_bytes: memory of the GPU; None: the GPU of this machine.
     """
-    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device)
+    fitting = max_rows or local_generator.fitting_rows(token * max_new_tokens, device, gpu_bytes)
     return local_generator.rows_together(fitting, requests, completions) // completions * completions

@@ -77,6 +77,8 @@ NO_MINIMUM = MinimumLength()
 
 
 CHUNK = 512  # decisions per chunk of logits: 50 MB in bf16 with a vocabulary of 50,000
+BYTES_OF_LOGIT = 256  # of a GPU's memory for each logit of a chunk, which may then have more decisions
+ALIGNED = 64  # tokens of a part of the vocabulary on a GPU: a multiple, as the fast kernels of its products need
 EXACT_BYTES = torch.float32.itemsize  # of a logit after the division by the temperature
 
 
@@ -191,17 +193,21 @@ class Logits:
         self.hidden, self.weight, self.bias, self.temperature = hidden, weight, bias, temperature
         self.excluded = excluded
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        self.size = chunk_size(len(hidden), len(weight))  # elements of a chunk
+        gpu_bytes = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None
+        self.decisions = chunk_decisions(len(weight), gpu_bytes)
+        self.size = chunk_size(len(hidden), len(weight), gpu_bytes)  # elements of a chunk
         self._products: Tensor | None = None
         self._exact: Tensor | None = None
 
     def by_decision(self) -> Iterator[slice]:
-        return (slice(i, min(i + CHUNK, len(self.hidden))) for i in range(0, len(self.hidden), CHUNK))
+        count, step = len(self.hidden), self.decisions
+        return (slice(i, min(i + step, count)) for i in range(0, count, step))
 
     def by_token(self) -> Iterator[slice]:
         if not len(self.hidden):
             return iter([slice(0, len(self.weight))])
         width = max(self.size // len(self.hidden), 1)
+        width -= width % ALIGNED if self.hidden.is_cuda and width > ALIGNED else 0
         return (slice(v, min(v + width, len(self.weight))) for v in range(0, len(self.weight), width))
 
     def products(self, decisions: slice, tokens: slice) -> Tensor:
@@ -266,15 +272,25 @@ class LogitGradients:
         return self.hidden.to(self.logits.hidden.dtype), self.weight, self.bias
 
 
-def chunk_size(decisions: int, vocabulary: int) -> int:
-    """Number of logits that exist at a time: of CHUNK decisions, and at least one of every decision."""
-    return max(min(CHUNK, decisions) * vocabulary, decisions)
+def chunk_decisions(vocabulary: int, gpu_bytes: int | None = None) -> int:
+    """Decisions of a chunk: CHUNK, and more on a GPU with memory for them, because every chunk has its launches and a
+    pass over the gradient of all hidden states.
+
+    Args:
+        gpu_bytes: memory of the GPU; None on a CPU.
+    """
+    return CHUNK if gpu_bytes is None else max(gpu_bytes // BYTES_OF_LOGIT // vocabulary // CHUNK, 1) * CHUNK
 
 
-def chunk_bytes(decisions: int, vocabulary: int, itemsize: int) -> int:
+def chunk_size(decisions: int, vocabulary: int, gpu_bytes: int | None = None) -> int:
+    """Number of logits that exist at a time: of `chunk_decisions`, and at least one of every decision."""
+    return max(min(chunk_decisions(vocabulary, gpu_bytes), decisions) * vocabulary, decisions)
+
+
+def chunk_bytes(decisions: int, vocabulary: int, itemsize: int, gpu_bytes: int | None = None) -> int:
     """Bytes of the two buffers of `Logits` after `divided`: the products of `itemsize` bytes, and, if that is not fp32,
     a copy in fp32."""
-    return chunk_size(decisions, vocabulary) * (itemsize + (0 if itemsize == EXACT_BYTES else EXACT_BYTES))
+    return chunk_size(decisions, vocabulary, gpu_bytes) * (itemsize + (0 if itemsize == EXACT_BYTES else EXACT_BYTES))
 
 
 def gradient_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
@@ -291,6 +307,7 @@ def buffer_bytes(
     native: bool,
     has_entropy_bonus: bool,
     trains_head: bool = True,
+    gpu_bytes: int | None = None,
 ) -> int:
     """Largest number of bytes that `token_logprobs` holds at a time, in the forward or in the backward pass.
 
@@ -302,13 +319,14 @@ def buffer_bytes(
         native: whether covey's kernels compute what follows the product.
         has_entropy_bonus: whether a gradient flows through the entropy.
         trains_head: whether the output layer is trained.
+        gpu_bytes: as in `chunk_decisions`.
     """
     gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
     if native:
-        return chunk_size(decisions, vocabulary) * itemsize + gradients
-    probabilities = chunk_size(decisions, vocabulary) * EXACT_BYTES
+        return chunk_size(decisions, vocabulary, gpu_bytes) * itemsize + gradients
+    probabilities = chunk_size(decisions, vocabulary, gpu_bytes) * EXACT_BYTES
     for_entropy = 2 * probabilities if has_entropy_bonus else 0  # the slope of the entropy, and its product with p
-    return chunk_bytes(decisions, vocabulary, itemsize) + max(probabilities, for_entropy + gradients)
+    return chunk_bytes(decisions, vocabulary, itemsize, gpu_bytes) + max(probabilities, for_entropy + gradients)
 
 
 def exact_kl(
@@ -392,7 +410,15 @@ class _ExactKL(torch.autograd.Function):
         return *gradients.all(), None, None, None, None, None, None
 
 
-def exact_kl_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True) -> int:
+def exact_kl_bytes(
+    decisions: int,
+    hidden: int,
+    vocabulary: int,
+    itemsize: int,
+    *,
+    trains_head: bool = True,
+    gpu_bytes: int | None = None,
+) -> int:
     """Bytes that the backward pass of `exact_kl` holds if the reference has the policy's dimensions.
 
     These are two chunks of logits, the gradients of the policy, and the reference's hidden states.
@@ -401,8 +427,9 @@ def exact_kl_bytes(decisions: int, hidden: int, vocabulary: int, itemsize: int, 
         decisions, hidden, vocabulary: N, W and V.
         itemsize: bytes of a hidden state and of a weight.
         trains_head: whether the output layer is trained.
+        gpu_bytes: as in `chunk_decisions`.
     """
-    chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize)
+    chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize, gpu_bytes)
     gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
     return chunks + gradients + decisions * hidden * itemsize
 

@@ -15,6 +15,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -355,6 +356,18 @@ class KernelSet:
 TORCH_ALONE = KernelSet({})
 
 
+OLDEST_GPU = (8, 0)  # compute capability
+
+
+def may_have_kernels(device: str) -> bool:
+    """Whether `kernels_for` may find kernels on "cpu" or "cuda", without compiling one; true for a GPU not present."""
+    if os.environ.get(SWITCH) == "0":
+        return False
+    if device == "cpu" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() >= OLDEST_GPU and find_spec("triton") is not None
+
+
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
     """The kernels for bf16 or fp32 tensors on a CPU or a GPU; None for other tensors, or if they cannot be compiled or
     do not give torch's numbers there."""
@@ -368,7 +381,7 @@ def kernels_for(dtype: torch.dtype, device: torch.device) -> Any:
 @cache
 def _triton_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels | None:
     """None without Triton, on GPUs older than Ampere, and if a kernel fails its test, with a warning."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
         return None
     try:
         from covey.llm.native import triton_kernels

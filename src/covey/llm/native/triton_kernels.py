@@ -32,12 +32,12 @@ VOCABULARY_BLOCK = 2048
 class DecodedRows:
     """Rows of a decoding step, each with its prompt and its own keys and values; all tensors are on the device.
 
-    A tile has rows of one prompt; -1 fills it up. Partial attention is computed in `parts` of the prompt and of the own
-    tokens, so that few rows occupy the whole device.
+    Rows with one slot are consecutive tokens of it. A tile has rows of one prompt; -1 fills it up. Partial attention is
+    computed in `parts` of the prompt and of the own tokens, so that few rows occupy the whole device.
     """
 
     shape: tuple[int, int, int]  # H, K and D
-    own_keys: Tensor  # [layers, slots, K, capacity, D]
+    own_keys: Tensor  # [layers, slots, K, capacity * D]
     own_values: Tensor
     prompt_keys: Tensor  # [R] int64, the address of the prompt's keys, [layers, K, P, D]
     prompt_values: Tensor
@@ -48,12 +48,9 @@ class DecodedRows:
     cosine: Tensor  # [R, D], of the new tokens' positions
     sine: Tensor
     parts: tuple[int, int]
+    capacity: int  # tokens of a slot
     scaling: float
     epsilon: float
-
-    @property
-    def capacity(self) -> int:
-        return self.own_keys.shape[3]
 
 
 class TritonKernels:
@@ -207,6 +204,11 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
+    def store_prompt_kv(self, keys_KPD: Tensor, values_KPD: Tensor, cached_keys: Tensor, cached_values: Tensor) -> None:
+        """Store a prompt's keys and values of one layer, [K, P * D], as they are."""
+        cached_keys.copy_(keys_KPD.flatten(1))
+        cached_values.copy_(values_KPD.flatten(1))
+
     def decode_attention(self, rows: DecodedRows, layer: int, qkv_RX: Tensor, norms: Sequence[Tensor | None]) -> Tensor:
         """Rotate queries and keys, append the new keys and values to the rows, and attend; returns [R, H D].
 
@@ -248,23 +250,16 @@ class TritonKernels:
         return out.flatten(1)
 
     def sample_tokens(self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `token_sampling.sample_tokens`, for a temperature above 0."""
-        rows = len(logits_RV)
-        tokens_R, logprobs_R = (logits_RV.new_empty(rows, dtype=kind) for kind in (torch.int64, torch.float32))
-        self.draw(logits_RV, uniforms_R, temperature, tokens_R, logprobs_R)
-        return tokens_R, logprobs_R
-
-    def draw(
-        self, logits_RV: Tensor, uniforms_R: Tensor, temperature: float, tokens_R: Tensor, logprobs_R: Tensor
-    ) -> None:
-        """`sample_tokens` into given tensors."""
+        """As `token_sampling.sample_tokens`, for a temperature above 0, without a synchronisation."""
         rows, vocabulary = logits_RV.shape
         blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
+        tokens_R, logprobs_R = (logits_RV.new_empty(rows, dtype=kind) for kind in (torch.int64, torch.float32))
         sums = logits_RV.new_empty(rows, blocks, dtype=torch.float64)
         gpu.draw[(rows,)](
             logits_RV, uniforms_R, sums, tokens_R, logprobs_R, vocabulary, blocks, temperature,
             BLOCK=VOCABULARY_BLOCK, num_warps=8,
         )  # fmt: skip
+        return tokens_R, logprobs_R
 
     def logprob_entropy(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, out: Sequence[Tensor]) -> None:
         """Log-probability of each token, entropy and logsumexp of softmax(logits / temperature), into `out` (fp32)."""
@@ -302,6 +297,7 @@ def check(kernels: TritonKernels, device: torch.device) -> None:
     trial = _Trial(kernels, device)
     trial.norm_and_gate()
     trial.attention()
+    trial.decoding()
     trial.logits()
 
 
@@ -363,6 +359,54 @@ class _Trial:
         right = right.transpose(0, 1).flatten(1)
         self.compare("attention", out, right)
         self.compare_gradients("attention", found, right, d, *exact)
+
+    def decoding(self) -> None:
+        """Two prompts; a first token, three consecutive ones of a row, and one after more than a tile of own tokens."""
+        device, (heads, kv_heads, width), capacity = self.device, (4, 2, 16), TILE + 9
+        lengths, own = (9, TILE + 3), (2, 3, kv_heads, capacity * width)
+        of_row, slots, decoded = [0, 0, 0, 0, 1], [2, 0, 0, 0, 1], [0, 5, 6, 7, TILE + 1]
+        prompts = [self.random(2, 2, kv_heads, length * width) for length in lengths]  # keys and values, of two layers
+        caches = [self.random(*own), self.random(*own)]
+        qkv, query_norm, key_norm = (
+            self.random(5, (heads + 2 * kv_heads) * width),
+            self.random(width),
+            self.random(width),
+        )
+        angles = torch.randn(5, width // 2, generator=self.noise).to(device).repeat(1, 2)
+        exact = [cache[1].double().unflatten(2, (capacity, width)) for cache in caches]
+
+        def numbers(values: Sequence[Any], kind: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=kind, device=device)
+
+        addresses = [
+            numbers([prompts[prompt][kind].data_ptr() for prompt in of_row], torch.int64) for kind in (0, 1)
+        ]  # fmt: skip
+        rows = DecodedRows(
+            (heads, kv_heads, width), own_keys=caches[0], own_values=caches[1], prompt_keys=addresses[0],
+            prompt_values=addresses[1], prompt_lengths=numbers([lengths[prompt] for prompt in of_row]),
+            slots=numbers(slots), decoded=numbers(decoded), tiles=numbers([[0, 1, 2, 3], [4, -1, -1, -1]]),
+            cosine=angles.cos().to(qkv.dtype), sine=angles.sin().to(qkv.dtype), parts=(2, 2), capacity=capacity,
+            scaling=0.3, epsilon=1e-6,
+        )  # fmt: skip
+        found = self.kernels.decode_attention(rows, 1, qkv, (query_norm, key_norm))
+
+        def rotated(x: Tensor, norm: Tensor) -> Tensor:
+            x = norm.double() * x * (x.square().mean(2, keepdim=True) + 1e-6).rsqrt()
+            return x * rows.cosine[:, None].double() + rotate_half(x) * rows.sine[:, None].double()
+
+        q, k, v = qkv.double().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
+        q, k = rotated(q, query_norm), rotated(k, key_norm)
+        for row, (slot, place) in enumerate(zip(slots, decoded, strict=True)):
+            exact[0][slot, :, place], exact[1][slot, :, place] = k[row], v[row]
+        right = []
+        for row, (slot, place) in enumerate(zip(slots, decoded, strict=True)):
+            prompt = prompts[of_row[row]][:, 1].double().unflatten(2, (-1, width))
+            keys, values = (torch.cat([prompt[kind], exact[kind][slot, :, : place + 1]], dim=1) for kind in (0, 1))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            right.append(attend(q[row][:, None], keys, values, scale=0.3, enable_gqa=True).flatten())
+        self.compare("attention of a decoding step", found, torch.stack(right))
+        for cache, expected in zip(caches, exact, strict=True):
+            self.compare("an appended key or value", cache[1], expected.flatten(2))
 
     def logits(self) -> None:
         def numbers(*values: float) -> Tensor:

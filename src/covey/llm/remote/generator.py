@@ -307,15 +307,19 @@ class _Call:
             self.results[number] = missed_deadline(self.requests[number].settings.deadline_seconds)
 
 
-def build_generator(config: RunConfig, policy: LanguagePolicy, team: Team = ALONE) -> tuple[Generator, SamplerWeights]:
+def build_generator(
+    config: RunConfig, policy: LanguagePolicy, team: Team = ALONE, room: int | None = None
+) -> tuple[Generator, SamplerWeights]:
     """The generator of a run, and the weights that it reads in this process. Every rank must call it.
+
+    `room` is an argument of `LocalGenerator`.
 
     Raises:
         ConfigError: if the access token cannot be read.
     """
     sampler = config.sampler
     if sampler.kind == "local":
-        return LocalGenerator(policy), policy.weights
+        return LocalGenerator(policy, room=room), policy.weights
     children = Children(sampler.started if team.rank == 0 else 0, _words(config, policy), sampler.timeout)
     addresses = [address.rstrip("/") for address in sampler.servers] or exchange_json(team, children.addresses)[0]
     token = token_of(sampler)
