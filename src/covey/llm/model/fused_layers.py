@@ -187,7 +187,7 @@ class _AdaptedProducts(torch.autograd.Function):
     """x W' + b + s (x A') B' for several frozen layers with low-rank adapters; gradients of x, A and B.
 
     After x and every s come W, b, A and B of each layer; b is None without a bias, A and B without an adapter. W is
-    None if it is that of a quantized layer, which computes it anew for each pass. Without adapters x is not kept.
+    None if it is that of a quantized layer, which computes it in each pass. Without adapters x is not kept.
     """
 
     @staticmethod
