@@ -68,7 +68,7 @@ $(VENV)/triton: $(STAMP) triton.lock
 	@touch $@
 
 train: $(STAMP)
-	@$(BIN)/covey train arithmetic_grpo
+	@$(BIN)/covey train arithmetic_grpo --time-budget 8min
 
 test: $(VENV)/triton
 	@echo "The tests without the slow ones: about four minutes on two cores"

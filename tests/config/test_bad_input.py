@@ -215,6 +215,8 @@ def test_command_line_mistakes(recipe: Path) -> None:
         ("--digits", "1,a"): "--digits must be a list of integers separated by commas (is '1,a')",
         ("--mask-truncated", "maybe"): "--mask-truncated must be true or false (is 'maybe')",
         ("--steps",): "--steps needs a value",
+        ("--time-budget", "8 minutes"): "time_budget must be a time above 0 such as 90s, 8min or 1.5h (is '8 minutes')",
+        ("--time-budget", "0.0h"): "time_budget must be a time above 0 such as 90s, 8min or 1.5h (is '0.0h')",
         ("extra",): "'extra' is neither a field nor its value",
         ("--numbers", "3"): "--numbers belongs to the task countdown, and this run's task is arithmetic",
         ("--task", "counting"): "unknown task 'counting'",

@@ -70,7 +70,7 @@ NOT_RUN = {
     ".venv/bin/covey train arithmetic_grpo --sampler.kind covey --servers http://127.0.0.1:8801": "needs that server",
     "make scale": "installs vLLM",
     ".venv/bin/covey serve smollm2-135m --vllm --max-model-len 512": "needs vLLM",
-    ".venv/bin/covey train arithmetic_grpo --sampler.kind vllm --servers http://127.0.0.1:8801": "needs vLLM",
+    ".venv/bin/covey train arithmetic_grpo --sampler vllm --servers http://127.0.0.1:8801": "needs vLLM",
     "covey sft --resume runs/sums_sft-001": "it is finished",
     "covey watch": "runs until Ctrl-C",
     "covey watch runs/my-001 runs/my-002": "runs until Ctrl-C",
@@ -101,12 +101,12 @@ NOT_RUN = {
     ),
     "takes minutes with the embedded model",
 )
-MAKE = {"make train": "covey train arithmetic_grpo"}  # what the Makefile runs
+MAKE = {"make train": "covey train arithmetic_grpo --time-budget 8min"}  # what the Makefile runs
 
 ADVICE = re.compile(r"Next: (?:[^:\n]*: )?(covey .*)$", re.M)
 GO_ON = re.compile(r"Go on with: (covey .*)$", re.M)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
@@ -278,11 +278,13 @@ def shorter(program: str) -> str:
     return ast.unparse(ast.fix_missing_locations(_Shorter().visit(ast.parse(program))))
 
 
+@pytest.mark.slow
 def test_covey_is_the_wheel_s(environment: Environment) -> None:
     assert environment.imported_from == environment.packages / "covey" / "__init__.py"
     assert environment.run(".venv/bin/covey", ["--version"], environment.folder)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [*EXAMPLES, *PAGES],

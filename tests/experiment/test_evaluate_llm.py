@@ -20,7 +20,7 @@ from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
 def test_weights_are_measured_once_and_new_ones_again():
-    graded, written = [], {}
+    graded, counted, shown, written = [], [], [], {}
 
     def grade(groups):
         graded.append([len(group.rollouts[0].actions) for group in groups])
@@ -36,7 +36,7 @@ def test_weights_are_measured_once_and_new_ones_again():
         [Start(i, f"{i}+1", {"topic": i}) for i in range(2)],
         SimpleNamespace(grade=grade, score_kind="score", score_range=None),
         sampler,
-        SimpleNamespace(progress=lambda label, total: nullcontext(lambda count: None)),
+        SimpleNamespace(progress=lambda label, total: nullcontext(counted.append), show_answer=shown.append),
         SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),
         ALONE,
         WHOLE,
@@ -52,6 +52,7 @@ def test_weights_are_measured_once_and_new_ones_again():
     sampler.refresh(2)
     assert [result["mean_tokens"] for result in held_out.measure("after")] == [3.0, 5.0]
     assert graded == [[3, 3], [5, 5]], "each limit has its own copy to grade"
+    assert counted == [1] * len(shown) == [1] * 8, "each answer is counted and shown as it comes"
 
 
 def test_an_answer_cut_at_a_limit_is_the_answer_with_that_limit():

@@ -27,6 +27,7 @@ from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.sharding import WHOLE
 from covey.runtime.variables import check_ranks
 from covey.tracking.run_folder import holds_run
+from covey.train.pace import Pace
 from covey.train.supervised import Likelihood, SupervisedTrainer, mean_loss
 from helpers import rank_cases
 from helpers.rank_cases import start_ranks, write_examples
@@ -67,7 +68,9 @@ def trainer_of(name: str, model: Any, team: Team) -> tuple[SupervisedTrainer, Se
     """The trainer, its examples, and a function that evaluates the model."""
     if name == "sft":
         criterion = Likelihood(model, batch_of)
-        trainer = build_trainer(criterion, model.module, SFTConfig(learning_rate=1e-2), UpdateConfig(), 9, team, WHOLE)
+        trainer = build_trainer(
+            criterion, model.module, SFTConfig(learning_rate=1e-2), UpdateConfig(), 9, team, WHOLE, Pace()
+        )
         return trainer, TEXTS, lambda: [mean_loss(criterion, [TEXTS[:3], TEXTS[3:]], team)]
     model.team = team
     examples = encode_examples(DATA[name], model.encoder, None)
@@ -182,11 +185,11 @@ def test_after_a_rank_was_killed_the_other_says_so_and_the_training_goes_on(
     whole = files_of(trained(model, tmp_path_factory.mktemp("whole"), 1, [name]) / name)
     write_examples(tmp_path)
     words = [rank_cases.__file__, str(tmp_path), str(model), f'["{name}"]', "replicate"]
-    ranks = start_ranks(words, 2, tmp_path, KILLED_AT="1:40")
+    ranks = start_ranks(words, 2, tmp_path, KILLED_AT="1:step5")
     errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
     assert ranks[1].returncode == -signal.SIGKILL, errors
     assert "error: rank 0: rank 0 has lost another rank, which has ended or does not answer" in errors[0]
     assert holds_run(tmp_path / name)
-    assert 0 < (CheckpointFolder(tmp_path / name / "checkpoints").latest() or 0) < 6
+    assert CheckpointFolder(tmp_path / name / "checkpoints").latest() == 4
     finish(start_ranks(["-m", "covey", *resume, "--resume", name], 2, tmp_path))
     assert files_of(tmp_path / name) == whole

@@ -8,6 +8,8 @@ import shutil
 import signal
 import stat
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from covey import (
     ArithmeticConfig,
     ControlConfig,
     ControlEvaluationConfig,
+    ControlUpdateConfig,
     EnvironmentConfig,
     EvaluationConfig,
     RecordConfig,
@@ -32,8 +35,10 @@ from covey.config import CheckpointConfig, ConfigError, RewardConfig, RunError
 from covey.config.model_sources import locate_model
 from covey.config.rules import validate
 from covey.data import StepRecord
+from covey.experiment import algorithm
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_store import read_metrics
+from covey.train.pace import TimeBudget
 from helpers.run_helpers import files, reproducible_metrics
 from helpers.tiny_models import tiny_folder
 
@@ -319,6 +324,34 @@ def test_a_run_ends_early_and_a_stop_in_between_changes_nothing(
             assert made[path] == expected[path], path
     assert reproducible_metrics(tmp_path / "parts") == reproducible_metrics(tmp_path / "whole")
     assert (tmp_path / "parts/checkpoints/best.json").read_text() == json.dumps({"step": best}) + "\n"
+
+
+@pytest.mark.slow
+def test_a_time_budget_ends_a_run_and_a_kill_in_between_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 100 s of a fake clock, and the evaluations a few real seconds of the 800 s."""
+    clock = count(0.0, 100.0).__next__
+    monkeypatch.setattr(algorithm, "TimeBudget", partial(TimeBudget, clock=lambda: clock()))
+
+    class Copies:
+        def record(self, step: StepRecord) -> None:
+            shutil.copytree(tmp_path / "whole", tmp_path / f"killed {step.step}")
+
+    update = ControlUpdateConfig(schedule="linear", learning_rate=1e-3)
+    summary = run(control(tmp_path / "whole", time_budget="800s", update=update), observers=Copies())
+    assert summary is not None
+    assert summary["steps"] == 8
+    assert "the time budget of 800s ends training after step 8" in capsys.readouterr().out
+    recorded = read_metrics(tmp_path / "whole")
+    assert [line["time/elapsed"] for line in recorded] == [100.0 * step for step in range(1, 9)]
+    rates = [1e-3 * (13 - (1 + 12 * step / 8)) / 13 for step in range(8)]
+    assert [line["learning_rate"] for line in recorded] == pytest.approx(rates, rel=0.1)
+    for step in (4, 7, 8):  # checkpoints are those of 5 and of the best steps
+        clock = count(1e6 * step, 100.0).__next__
+        assert resume(tmp_path / f"killed {step}") is not None
+        assert reproducible_metrics(tmp_path / f"killed {step}") == reproducible_metrics(tmp_path / "whole"), step
+        assert files(tmp_path / f"killed {step}" / "model") == files(tmp_path / "whole" / "model")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Runs of one rank of several: `python rank_cases.py FOLDER MODEL NAMES WEIGHTS`, in torchrun's environment.
 
 Every rank trains the cases one after the other; the run of a case is in FOLDER/name. WEIGHTS is `cluster.weights`. If
-the environment variable KILLED_AT is "RANK:NUMBER", that rank kills itself at its NUMBER-th message or flushed file.
+the environment variable KILLED_AT is "RANK:NUMBER", that rank kills itself at its NUMBER-th message or flushed file; if
+it is "RANK:stepNUMBER", in that step of a training on examples.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ EXAMPLES = {
     "sft": [*SFT, "--precision", "fp32"],
     "sft_bf16": [*SFT, "--precision", "bf16"],
     "sft_samples": [*SFT, "--precision", "bf16", "--sft.data", "samples", "--sft.count", "9", "--sft.keep", "all",
-                    "--sft.min-reward", "0"],
+                    "--sft.min-reward", "0", "--checkpoint.best", "false"],
     "pairs": [*REWARD_MODEL, "pairs.jsonl", "--precision", "fp32"],
     "steps_bf16": [*REWARD_MODEL, "steps.jsonl", "--held-out", "", "--precision", "bf16"],
 }  # fmt: skip
@@ -241,6 +242,9 @@ def kill_at(moment: str) -> None:
     rank, _, number = moment.partition(":")
     if rank != os.environ["RANK"]:
         return
+    if number.startswith("step"):
+        kill_in_step(int(number.removeprefix("step")))
+        return
     moments = iter(range(1, int(number)))
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,6 +257,20 @@ def kill_at(moment: str) -> None:
 
     TorchTeam.exchange = counted(TorchTeam.exchange)  # type: ignore[method-assign]
     os.fsync = counted(os.fsync)
+
+
+def kill_in_step(number: int) -> None:
+    """Make this process kill itself at the beginning of a step of a training on examples."""
+    from covey.train.supervised import SupervisedTrainer
+
+    step = SupervisedTrainer.train_step
+
+    def train_step(self: SupervisedTrainer, examples: Any) -> dict[str, float]:
+        if self.step + 1 == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, examples)
+
+    SupervisedTrainer.train_step = train_step  # type: ignore[method-assign]
 
 
 class Witness:

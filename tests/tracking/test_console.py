@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,35 @@ def test_progress_bars_count_and_disappear() -> None:
         "held-out problems ...",
         "held-out problems",
     ]
+
+
+def test_a_log_tells_how_far_a_long_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[-1])
+    display = Display(console=console())
+    with display, display.progress("held-out problems", 8) as advance:
+        for seconds in (10.0, 20.0, 29.0, 31.0, 40.0, 62.0, 63.0, 99.0):
+            now.append(seconds)
+            advance(1)
+    lines = [line for line in written(display).splitlines() if "left" in line]
+    assert lines == ["held-out problems: 4/8  left 0:31", "held-out problems: 6/8  left 0:21"]
+
+
+@pytest.mark.parametrize(("every", "step", "shown"), [(10, 0, 3), (0, 0, 0), (10, 4, 0)])
+def test_the_first_answers_of_a_run_are_shown(every: int, step: int, shown: int) -> None:
+    display = Display(20, every, console=console())
+    display.resume(step, [])
+    for _ in range(5):
+        display.show_answer(groups()[0])
+    lines = written(display).splitlines()
+    assert [sum(label in line for line in lines) for label in ("prompt ", "answer ")] == [shown, shown]
+
+
+def test_the_time_left_is_at_most_that_of_the_budget() -> None:
+    display = Display(10, console=console())
+    display.seconds_budgeted = lambda: 5.0
+    display._pace.extend([2.0, 4.0])
+    assert display.seconds_left() == 5.0
 
 
 def test_time_left_is_told_from_the_pace() -> None:

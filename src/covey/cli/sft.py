@@ -16,8 +16,8 @@ from covey.tracking.run_folder import check_run_dir, claim_run_dir, next_run_dir
 
 # Fields of other tables that a supervised training uses.
 OTHER_FIELDS = (
-    "model", "seed", "run_dir", "device", "precision", "threads", "chat.system_prompt", "update.weight_decay",
-    "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
+    "model", "seed", "time_budget", "run_dir", "device", "precision", "threads", "chat.system_prompt",
+    "update.weight_decay", "update.max_grad_norm", "update.eight_bit_moments", "update.microbatch_tokens",
     "update.recompute", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "checkpoint.model_if_stopped",
     "trackers", "cluster.shards", "cluster.weights", "cluster.exact",
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -416,12 +418,21 @@ class CheckpointConfig(Table):
     )
 
 
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME = re.compile(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
 @table(frozen=True)
 class RunBase(Table):
     """Top-level fields that both kinds of run share."""
 
     algorithm: str = config_field("grpo", "training algorithm: advantage, loss and KL", choices=ALGORITHM_NAMES)
     steps: int = config_field(100, "training steps", min=1)
+    time_budget: str | None = config_field(
+        None,
+        "time for training and evaluations, such as 90s, 8min or 1.5h: if it is used before the last step, training "
+        "ends, and what depends on the share of steps so far, such as the learning rate, follows the time; unset: none",
+    )
     seed: int = config_field(0, "seed of all random choices", min=0, max=2**32 - 1)
     run_dir: str = config_field("", "folder of the run; empty: runs/<recipe>-<number>")
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)
@@ -430,7 +441,23 @@ class RunBase(Table):
         (), "experiment trackers that receive metrics and rollouts as well; each needs its extra", choices=TRACKERS
     )
 
+    @property
+    def budget_seconds(self) -> float:
+        """time_budget in seconds; infinity if it is not set.
+
+        Raises:
+            ConfigError: if it is not a time.
+        """
+        if self.time_budget is None:
+            return math.inf
+        match = _TIME.fullmatch(self.time_budget)
+        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        if not seconds:
+            raise ConfigError(f"time_budget must be a time above 0 such as 90s, 8min or 1.5h (is {self.time_budget!r})")
+        return seconds
+
     def check(self) -> None:
+        _ = self.budget_seconds
         check_trackers(self.trackers)
 
 

@@ -328,7 +328,7 @@ class SamplerConfig(Table):
         if self.kind == "vllm" and self.started:
             vllm_launcher("sampler.kind vllm")
             if not os.access(user_path(self.vllm_python), os.X_OK):
-                raise ConfigError(f"sampler.vllm_python: {no_vllm(self.vllm_python)}")
+                raise ConfigError(f"sampler.kind vllm needs sampler.vllm_python: {no_vllm(self.vllm_python)}")
         hosts = [_host(address) for address in self.servers]
         if len(set(hosts)) < len(hosts):
             raise ConfigError("sampler.servers has an address twice: name each server once")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[float], float]  # a float is a place between two steps, in a run with a time budget
 
 
 def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
     """Linear warm-up (arXiv 1706.02677, section 2.2), then constant: value * min(1, step / warmup_steps)."""
 
-    def schedule(step: int) -> float:
+    def schedule(step: float) -> float:
         return value * min(1.0, step / warmup_steps) if warmup_steps else value
 
     return schedule
@@ -24,7 +24,7 @@ def linear(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
     table 5.
     """
 
-    def schedule(step: int) -> float:
+    def schedule(step: float) -> float:
         if step <= warmup_steps:
             return value * step / warmup_steps
         return value * max(0.0, steps + 1 - step) / max(1, steps + 1 - warmup_steps)
@@ -39,7 +39,7 @@ def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
     SGDR (arXiv 1608.03983), eq. 5. As in `linear`, the decay reaches 0 one step after the last.
     """
 
-    def schedule(step: int) -> float:
+    def schedule(step: float) -> float:
         if step <= warmup_steps:
             return value * step / warmup_steps
         progress = min(1.0, (step - warmup_steps) / max(1, steps + 1 - warmup_steps))

@@ -25,7 +25,7 @@ from covey.algorithms import (
     default_kl,
 )
 from covey.algorithms.advantages import Advantages
-from covey.config import CRITIC_FREE, ConfigError, ControlConfig, LossBase, RunConfig, UpdateBase
+from covey.config import CRITIC_FREE, ConfigError, ControlConfig, LossBase, RunBase, RunConfig, UpdateBase
 from covey.core import kl, ratios, schedules
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.functional import with_loss_weights
@@ -40,6 +40,7 @@ from covey.train.controllers import (
     EntropyControl,
 )
 from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
+from covey.train.pace import Pace, TimeBudget
 
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
 READ_ELSEWHERE = ("mask_truncated", "credit")  # fields of [loss]: the first of RunConfig, the second of ControlConfig
@@ -144,6 +145,7 @@ def build_learners(
     single_decisions: bool = False,
     shared_trunk: bool = False,
     team: Team = ALONE,
+    pace: Pace,
 ) -> tuple[Learner, ...]:
     """The learners of a run, with their optimizers and learning rates.
 
@@ -158,6 +160,7 @@ def build_learners(
         single_decisions: if True, a minibatch may have a part of a rollout.
         shared_trunk: if True, the critic's value head is on the policy's trunk.
         team: the ranks, whose gradients are added.
+        pace: of the learning rates.
     """
     update = config.update
     plan = UpdatePlan(
@@ -169,7 +172,7 @@ def build_learners(
         critic_warmup_steps=update.critic_warmup_steps,
     )
     rates = [
-        learning_rate_schedule(update.schedule, peak, steps=config.steps, warmup_steps=update.warmup_steps)
+        pace.over(learning_rate_schedule(update.schedule, peak, steps=config.steps, warmup_steps=update.warmup_steps))
         for peak in (update.learning_rate, update.critic_learning_rate or update.learning_rate)
     ]
     optimizers = [build_optimizer(module, update, team, weights) for module, weights in modules]
@@ -179,6 +182,11 @@ def build_learners(
         return (actor,)
     critic = CriticLearner(critics[0], optimizers[1], algorithm, plan, rates[1], policy.microbatches)
     return actor_critic(actor, critic) if shared_trunk else (actor, critic)
+
+
+def build_pace(config: RunBase) -> Pace:
+    """The pace of a run of `config.steps` steps."""
+    return Pace() if config.time_budget is None else TimeBudget(config.budget_seconds, config.steps)
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, weights: Weights = WHOLE) -> MasterAdamW:

@@ -44,7 +44,7 @@ from covey.control.sampler import (
     ResetSeeds,
     reset_seeds,
 )
-from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints
 from covey.runtime.device import environment, set_threads
 from covey.runtime.rng import EVALUATING
@@ -138,7 +138,7 @@ class ControlBuilder(ExperimentBuilder):
         )
 
     def build(self, store: RunStore, display: Display) -> Experiment:
-        config, algorithm = self.config, self.algorithm
+        config, algorithm, pace = self.config, self.algorithm, build_pace(self.config)
         policy = build_policy(config, self.environments)
         sampler = self.rollouts.sampler(policy, REWARD_SCALES[config.rollouts.reward_scaling](config.discount))
         critics = (build_critic(config, policy),) if algorithm.needs_critic else ()
@@ -160,6 +160,7 @@ class ControlBuilder(ExperimentBuilder):
                 [(trained.module, WHOLE) for trained in (policy, *critics)],
                 critics,
                 single_decisions=True,
+                pace=pace,
             ),
             kl_coefficient=kl_coefficient,
             replay=build_replay(config.replay),
@@ -176,6 +177,7 @@ class ControlBuilder(ExperimentBuilder):
             checkpoint_every=config.checkpoint.every,
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,
+            pace=pace,
         )
         return Experiment(
             parts,

@@ -82,14 +82,18 @@ class HeldOut:
     def _measure(self, limits: list[int], label: str) -> None:
         """Sample answers with the largest limit and truncate them: a greedy answer is a prefix of a longer one."""
         began = time.perf_counter()
-        sampler = greedy(self.sampler, max(limits))
         graded: dict[int, list[Group]] = {limit: [] for limit in limits}
         own = _places(len(self.starts), self.team.rank, self.team.size)
         with self.display.progress(label, len(own)) as advance, self.weights.gathered():
+
+            def sampled(group: Group) -> None:
+                advance(1)
+                self.display.show_answer(group)
+
+            sampler = greedy(self.sampler, max(limits), sampled)
             for piece in answers(sampler, self.starts, 1, self.team):
                 for limit in limits:
                     graded[limit] += self.grader.grade(sampler.truncated(piece, limit))
-                advance(len(piece))
         graded = {limit: self._gathered(groups) for limit, groups in graded.items()}
         seconds = (time.perf_counter() - began) / len(limits)
         for limit, groups in graded.items():

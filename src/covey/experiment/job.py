@@ -7,6 +7,7 @@ result with the advice for the user. What is trained comes from an `ExperimentBu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from covey.runtime.device import differences, peak_memory_bytes
 from covey.runtime.distributed import ALONE, asked_any, exchange_json, team_of
 from covey.runtime.interrupts import say_last_words, set_last_words, stop_requests
 from covey.runtime.variables import own_rank
-from covey.tracking.console import Display, RunResult
+from covey.tracking.console import Display, RunResult, clock
 from covey.tracking.curve import draw_curve, draw_iterations
 from covey.tracking.diagnosis import Diagnosis, brief, diagnose
 from covey.tracking.output import outlasting_output, plain_console
@@ -53,6 +54,7 @@ from covey.tracking.run_store import RepeatedSteps, RunStore, read_metrics
 from covey.tracking.trackers import Trackers, open_trackers
 from covey.tracking.wording import Wording, find_wording
 from covey.train.loop import train
+from covey.train.pace import METRIC
 from covey.train.state import Components, Limits, Progress
 from covey.train.supervised import SupervisedRun
 
@@ -242,7 +244,7 @@ class Job:
     ) -> RunResult | None:
         store = self.store
         experiment = builder.build(store, display)
-        parts, settings = experiment.parts, experiment.settings
+        config, parts, settings = builder.config, experiment.parts, experiment.settings
         parts = replace(parts, observers=(*parts.observers, trackers))
         if not parts.team.rank:
             parts = replace(parts, observers=(*parts.observers, own))
@@ -260,6 +262,11 @@ class Job:
                 if builder.has_rollouts:
                     repeated = RepeatedSteps(store.removed, store.rollouts_path, display.note)
                     parts = replace(parts, observers=(*parts.observers, repeated))
+            recorded = {step: line[METRIC] for step, line in store.removed_metrics.items() if METRIC in line}
+            settings.pace.begin(progress.seconds, 2 * sum(one["seconds"] for one in origin["before"]), recorded)
+            display.seconds_budgeted = lambda: settings.pace.seconds_left
+            if math.isfinite(left := settings.pace.seconds_left):
+                display.note(f"of the time budget of {config.time_budget}, {clock(left)} are left for training")
             trackers.begin(builder.tracked(origin["before"]), progress.step)
             with stop_requests(display.note) as stopped:
                 should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
@@ -273,6 +280,8 @@ class Job:
                     return None
             if ended_early := settings.ends_early(progress):
                 display.note(_early_end(builder, progress))
+            if settings.pace.is_used_up:
+                display.note(f"the time budget of {config.time_budget} ends training after step {progress.step}")
             after = experiment.measure("after")
             last = builder.tracked(after)
             settings.count_evaluation(progress, last)

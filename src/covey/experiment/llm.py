@@ -25,7 +25,7 @@ from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
 from covey.core import kl
 from covey.data import ReferenceUpdater, RewardModelUpdater, Team
-from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, check_own
+from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
 from covey.experiment.evaluation import HeldOut
 from covey.experiment.iteration import build_iterated_reward_model
 from covey.experiment.job import Experiment, ExperimentBuilder, Reward, build_checkpoints
@@ -67,6 +67,7 @@ from covey.train.collect import (
 )
 from covey.train.iterate import iterate
 from covey.train.loop import train
+from covey.train.pace import Pace
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
 from covey.train.replay import build_replay
@@ -157,7 +158,7 @@ class LLMBuilder(ExperimentBuilder):
 
     def build(self, store: RunStore, display: Display) -> Experiment:
         """Load the model, copy it as the reference if the run has a KL, and build the components."""
-        config, chosen = self.config, self.config.selection
+        config, chosen, pace = self.config, self.config.selection, build_pace(self.config)
         loaded = self._load(store, display)
         self._note = display.note
         problem = self._fit_prompts(loaded.chat, loaded.policy.module.config)
@@ -182,7 +183,7 @@ class LLMBuilder(ExperimentBuilder):
         )  # fmt: skip
         learners = build_learners(
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
-            shared_trunk=config.critic.trunk == "policy", team=self.team,
+            shared_trunk=config.critic.trunk == "policy", team=self.team, pace=pace,
         )  # fmt: skip
         grader = RunGrader(problem.grader, self.team, store.run_dir / ROLLOUTS_FOLDER / CALL_FILE)
         if note := grader.unfinished():
@@ -213,24 +214,25 @@ class LLMBuilder(ExperimentBuilder):
         )
         machine = environment(self.chosen.device, self.chosen.dtype) | loaded.policy.backend.recorded()
         return Experiment(
-            parts, self._settings(), held_out.measure, lambda: _collect(models, loaded, iterated),
+            parts, self._settings(pace), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
 
-    def _settings(self) -> LoopConfig:
+    def _settings(self, pace: Pace) -> LoopConfig:
         config, sampling = self.config, self.config.sampling
         first, last = sampling.group_size, sampling.final_group_size
         return LoopConfig(
             steps=config.steps,
             seed=config.seed,
             starts_per_step=sampling.prompts_per_step,
-            group_size=fixed_size(first) if last is None else linear_size(first, last, config.steps),
+            group_size=fixed_size(first) if last is None else pace.over(linear_size(first, last, config.steps)),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
             iteration_steps=config.iteration.steps or 0,
             decision_budget=config.token_budget or math.inf,
             patience=config.evaluation.patience or math.inf,
             keep_best=config.checkpoint.best,
+            pace=pace,
         )
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:

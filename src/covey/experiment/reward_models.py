@@ -66,6 +66,7 @@ from covey.tracking.curve import draw_reliability
 from covey.tracking.run_folder import write_atomically
 from covey.tracking.run_store import RunStore, encode
 from covey.tracking.wording import REWARD_MODEL
+from covey.train.pace import Pace
 from covey.train.supervised import SupervisedTrainer
 
 RELIABILITY_FILE = "reliability.png"
@@ -248,7 +249,7 @@ def build_reward_trainer(
     """The trainer of a reward model; `steps` is the number of optimizer steps over which the learning rate falls."""
     criterion = RewardCriterion(model, objective, config.microbatch_tokens)
     update = UpdateConfig(weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
-    return build_trainer(criterion, model.module, config, update, steps, model.team, model.weights)
+    return build_trainer(criterion, model.module, config, update, steps, model.team, model.weights, Pace())
 
 
 def evaluate_reward_model(

@@ -29,6 +29,7 @@ from covey.config.rules import validate_sft
 from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import EndReason, Group, Rollout, Start, Team
 from covey.experiment.advice import Finished, Launch
+from covey.experiment.algorithm import build_pace
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import divide_alone, load_policy, load_trainable
 from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
@@ -152,7 +153,7 @@ class SFTBuilder(SupervisedBuilder):
 
     def __init__(self, config: RunConfig, data: Data, machine: Machine) -> None:
         super().__init__(config, data, machine)
-        self.found, self.patience = data.notes, config.sft.patience
+        self.found, self.patience, self.pace = data.notes, config.sft.patience, build_pace(config)
 
     @classmethod
     def read(cls, config: Any, run_dir: Path) -> Data:
@@ -188,7 +189,7 @@ class SFTBuilder(SupervisedBuilder):
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         policy = policy.with_outputs(weights=divide_alone(policy, config.model, config.cluster, team))
         criterion = Likelihood(policy, batch_of)
-        trainer = build_trainer(criterion, module, sft, config.update, config.steps, team, policy.weights)
+        trainer = build_trainer(criterion, module, sft, config.update, config.steps, team, policy.weights, self.pace)
 
         def batches(done: int) -> Iterator[list[EncodedExample]]:
             alone = [[example] for example in data.training]

@@ -26,6 +26,7 @@ from covey.tracking.console import Display, RunResult, describe_size
 from covey.tracking.diagnosis import conclusion
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.train.metrics import Clock
+from covey.train.pace import Pace
 from covey.train.state import Limits
 from covey.train.supervised import Criterion, SupervisedRun, SupervisedTrainer, train_supervised
 
@@ -39,6 +40,7 @@ class SupervisedBuilder(ExperimentBuilder):
     score_name = "loss"
     has_rollouts = False
     show_rollouts_every = 0
+    pace = Pace()
 
     def __init__(self, config: Any, data: Any, machine: Machine, parameters: int | None = None) -> None:
         """`data` is what `read` returns, `parameters` as for `team_for`."""
@@ -143,6 +145,7 @@ class SupervisedBuilder(ExperimentBuilder):
             keep_best=checkpoint.best,
             score_metric=f"{self.algorithm_name}/held_out_loss",
             lower_is_better=True,
+            pace=self.pace,
         )
         machine = environment(self.machine.device, self.machine.dtype) | backend
         return Experiment(
@@ -190,7 +193,7 @@ def check_same_data(inputs: dict[str, str], team: Team) -> None:
 
 def build_trainer(
     criterion: Criterion, module: nn.Module, config: SupervisedBase, update: UpdateConfig, steps: int, team: Team,
-    weights: Weights,
+    weights: Weights, pace: Pace,
 ) -> SupervisedTrainer:  # fmt: skip
     """The trainer of a model.
 
@@ -201,10 +204,11 @@ def build_trainer(
         update: with the other settings of the optimizer.
         steps: over which the learning rate falls.
         team: the ranks.
+        pace: of the learning rate.
     """
     optimizer = build_optimizer(module, replace(update, learning_rate=config.learning_rate), team, weights)
     rate = learning_rate_schedule(config.schedule, config.learning_rate, steps=steps, warmup_steps=config.warmup_steps)
-    return SupervisedTrainer(criterion, optimizer, rate, team)
+    return SupervisedTrainer(criterion, optimizer, pace.over(rate), team)
 
 
 def _measured(evaluations: Sequence[Evaluation]) -> dict[str, float]:

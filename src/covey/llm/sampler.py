@@ -136,6 +136,8 @@ def completions_of(result: list[Completion] | GenerationFailure) -> list[Complet
     raise error(result.message)
 
 
-def greedy(sampler: LanguageSampler, max_new_tokens: int) -> LanguageSampler:
-    """A greedy sampler (argmax) on the same policy, for evaluation."""
-    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, ready=lambda group: None)
+def greedy(
+    sampler: LanguageSampler, max_new_tokens: int, ready: Callable[[Group], None] = lambda group: None
+) -> LanguageSampler:
+    """A greedy sampler (argmax) on the same policy, for evaluation; `ready` is called for each answer."""
+    return replace(sampler, max_new_tokens=max_new_tokens, temperature=0.0, ready=ready)

@@ -39,6 +39,8 @@ KEPT = 30  # notes and sample rollouts that a notebook shows
 LARGE_CHECKPOINTS = 10**9  # bytes
 SHOWN_CHARACTERS = 400  # of a prompt or a completion
 QUIET_SECONDS = 1.0  # minimum interval between lines of a log, for quick steps
+PROGRESS_SECONDS = 30.0  # interval between lines of a log about an evaluation
+SHOWN_ANSWERS = 3  # of the evaluation before training
 
 
 class Display:
@@ -77,6 +79,8 @@ class Display:
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._last_record = time.monotonic()
         self._bars: list[_Bar] = []
+        self.seconds_budgeted: Callable[[], float] = lambda: math.inf  # those left for training
+        self._answers_left = SHOWN_ANSWERS if show_rollouts_every else 0
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Display:
@@ -128,7 +132,7 @@ class Display:
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """A progress bar for `total` items; call the yielded function with the number of items just finished."""
-        bar = _Bar(label, total, lambda: self._draw(now=False))
+        bar = _Bar(label, total, self._moved)
         self._bars.append(bar)
         if not self.is_live and not self.wording.quick:
             self.note(f"{label} ...")
@@ -141,6 +145,22 @@ class Display:
             self.note(f"{label}: done in {seconds:.1f} s")
         self._last_record += seconds  # an evaluation does not count as time of a step
 
+    def _moved(self, bar: _Bar) -> None:
+        now = time.monotonic()
+        if self.is_live:
+            self._draw(now=False)
+        elif now - bar.told >= PROGRESS_SECONDS and bar.done < bar.total:
+            bar.told = now
+            self.note(f"{bar.label}: {bar.state()}")
+
+    def show_answer(self, group: RolloutGroup) -> None:
+        """Show one of the first answers of a run, while others are sampled. They are not graded yet."""
+        if self._answers_left and not self.step:
+            self._answers_left -= 1
+            question, answer = readable(last_turn(group.start.prompt)), readable(group.rollouts[0].text)
+            text = Text().append(f"  {self.wording.prompt:<9} {question}\n", "dim").append(f"  {'answer':<9} ", "dim")
+            self._print(text.append(answer or "(nothing)"), soft_wrap=not self.console.is_terminal)
+
     def show_summary(self, summary: dict[str, Any], advice: str) -> None:
         """Show the end of a run: evaluations before and after, cost, diagnosis, and advice."""
         self._print(Group(before_after_table(summary), *by_kind_tables(summary)))
@@ -151,7 +171,8 @@ class Display:
         """Remaining time, estimated from the last steps; None before the first."""
         if not self._pace:
             return None
-        return (self.total_steps - self.step) * sum(self._pace) / len(self._pace)
+        by_steps = (self.total_steps - self.step) * sum(self._pace) / len(self._pace)
+        return min(by_steps, self.seconds_budgeted())
 
     def step_line(self, metrics: Mapping[str, float]) -> str:
         """One line for the last step, from its metrics."""
@@ -210,24 +231,25 @@ class Display:
 class _Bar:
     """A progress bar below the panel."""
 
-    def __init__(self, label: str, total: int, moved: Callable[[], None]) -> None:
+    def __init__(self, label: str, total: int, moved: Callable[[_Bar], None]) -> None:
         self.label, self.total, self.done, self._moved = label, total, 0, moved
-        self.began = time.monotonic()
+        self.began = self.told = time.monotonic()
 
     def advance(self, count: int) -> None:
         self.done += count
-        self._moved()
+        self._moved(self)
+
+    def state(self) -> str:
+        """Items done, and the time left."""
+        left = clock((time.monotonic() - self.began) / self.done * (self.total - self.done)) if self.done else "--:--"
+        return f"{self.done}/{self.total}  left {left}"
 
     def render(self) -> RenderableType:
-        seconds = time.monotonic() - self.began
-        left = clock(seconds / self.done * (self.total - self.done)) if self.done else "--:--"
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        grid.add_row(
-            Text(self.label), ProgressBar(self.total, self.done), Text(f"{self.done}/{self.total}  left {left}", "cyan")
-        )
+        grid.add_row(Text(self.label), ProgressBar(self.total, self.done), Text(self.state(), "cyan"))
         return grid
 
 

@@ -82,6 +82,7 @@ class RunStore:
         self.shared_dir = copy_of or self.run_dir  # of the run, with its checkpoints
         self.began = resume  # True if a step has been recorded
         self.removed: dict[int, Digests] = {}  # step -> of the rollouts that `rewind` has removed
+        self.removed_metrics: dict[int, dict[str, Any]] = {}  # step -> those that it has removed
         self._unsynced: list[Path] = [self.run_dir / CONFIG_FILE]
         with faults_of(self.run_dir):
             (self.run_dir / ROLLOUTS_FOLDER).mkdir(exist_ok=True)
@@ -184,6 +185,7 @@ class RunStore:
         self._forget_stop()
         path = self.run_dir / METRICS_FILE
         lines, records = self._recorded()
+        self.removed_metrics = {record["step"]: record for record in records if record["step"] > step}
         kept = {record["step"]: record for record in records if 1 <= record["step"] <= step}
         lost = sorted(set(range(1, step + 1)) - kept.keys())
         notes = []

@@ -107,7 +107,7 @@ def fixed_size(size: int) -> GroupSize:
     return lambda step: size
 
 
-def linear_size(first: int, last: int, steps: int) -> GroupSize:
+def linear_size(first: int, last: int, steps: int) -> Callable[[float], int]:
     """Linear schedule, rounded: first + (last - first) (step - 1) / (steps - 1)."""
     return lambda step: first + round((last - first) * (step - 1) / max(steps - 1, 1))
 

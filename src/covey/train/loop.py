@@ -47,6 +47,7 @@ def repeat(
             record = step()
         record.metrics.update(run.evaluate(progress.step))
         limits.count_evaluation(progress, record.metrics)
+        progress.seconds = limits.pace.after(progress.step, record.metrics, run.team)
         for observer in run.observers:
             observer.record(record)
         if progress.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:

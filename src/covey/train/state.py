@@ -29,6 +29,7 @@ from covey.runtime.sharding import WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
 from covey.train.controllers import Coefficient, EntropyControl
 from covey.train.learners import Learner
+from covey.train.pace import Pace
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder
 from covey.train.replay import Replay
@@ -124,10 +125,12 @@ class Limits:
     keep_best: bool = False  # a checkpoint of the step with the best score is kept
     score_metric: str = "eval/score"  # the metric that is the score of an evaluation
     lower_is_better: bool = False  # as for a loss
+    pace: Pace = field(default_factory=Pace)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether training has ended."""
-        return self.ends_early(progress) or progress.decisions >= self.decision_budget or progress.step >= self.steps
+        used_up = progress.decisions >= self.decision_budget or self.pace.is_used_up
+        return self.ends_early(progress) or used_up or progress.step >= self.steps
 
     def ends_early(self, progress: Progress) -> bool:
         """Whether the held-out score has not become better for `patience` evaluations."""
@@ -167,6 +170,7 @@ class Progress:
     best_step: int = 0  # that with the best held-out score, the first of several; 0: no evaluation yet
     best_score: float = 0.0
     evaluations_since_best: int = 0
+    seconds: float = 0.0  # in a run with a time budget, those so far
 
     def count_evaluation(self, score: float, *, lower_is_better: bool = False) -> None:
         """Count the evaluation after a step; NaN: there was none."""

@@ -33,7 +33,8 @@ from covey.runtime.variables import cache_folder, check_private
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 # -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict
 # aliasing GCC 12 moved reads before these writes, depending on the processor that -march=native names.
-FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared")
+# -ffp-contract=fast, GCC's default, because clang else fuses no product with a sum of another function.
+FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared")
 OPENMP = (["-fopenmp"], ["-Xclang", "-fopenmp"])  # of gcc and clang; of Apple's clang
 OPENMP_LIBRARY = re.compile(r"lib(gomp|omp|iomp5)\b.*\.(so|dylib)\b")
 COMPILE_SECONDS = 300.0

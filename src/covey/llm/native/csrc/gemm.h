@@ -116,34 +116,23 @@ inline void gemm_block_amx(const bf16* a, int a_stride, const bf16* b, int b_str
 
 // Accumulators of the vector micro-kernel: as wide as the processor's registers, for as many rows of 16 columns as its
 // register file holds (32 registers with AVX-512, else 16).
-#ifdef __AVX512F__
-typedef f32x16 Accumulator;
-typedef u32x16 AccumulatorWords;
-constexpr int MICRO_ROWS = 16;
-#else
-typedef float Accumulator __attribute__((vector_size(32)));
-typedef uint32_t AccumulatorWords __attribute__((vector_size(32)));
-constexpr int MICRO_ROWS = 4;
-#endif
+typedef float Accumulator __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint32_t AccumulatorWords __attribute__((vector_size(REGISTER_BYTES)));
+constexpr int MICRO_ROWS = REGISTER_BYTES == 64 ? 16 : 4;
 constexpr int REGISTER_COLUMNS = sizeof(Accumulator) / sizeof(float), REGISTERS_PER_ROW = TILE / REGISTER_COLUMNS;
-
-template <typename Vector>
-inline Vector load_as(const void* from) {
-    Vector x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
 
 // One k step of some columns of B: a float, or a pair of bf16, of each column. `multiply_add` adds its product with the
 // float or pair of one row of A.
 struct FloatColumns {
     Accumulator b;
+    FloatColumns() = default;
     explicit FloatColumns(const float* from) : b(load_as<Accumulator>(from)) {}
     Accumulator multiply_add(Accumulator sum, const float* a) const { return sum + *a * b; }
 };
 #ifdef __AVX512BF16__
 struct PairColumns {
     __m512i pairs;
+    PairColumns() = default;
     explicit PairColumns(const bf16* from) : pairs(load_as<__m512i>(from)) {}
     Accumulator multiply_add(Accumulator sum, const bf16* a) const {
         __m512i pair = _mm512_set1_epi32(load_as<int>(a));
@@ -153,6 +142,7 @@ struct PairColumns {
 #else
 struct PairColumns {
     Accumulator even, odd;
+    PairColumns() = default;
     explicit PairColumns(const bf16* from) {
         AccumulatorWords words = load_as<AccumulatorWords>(from), low = words << 16, high = words & 0xffff0000u;
         std::memcpy(&even, &low, sizeof even);
@@ -174,7 +164,7 @@ inline void gemm_tile_simd(const Scalar* a, const Scalar* b, int k_tiles, bool a
         auto each = [&](auto visit) {
 #pragma GCC unroll 16
             for (int i = 0; i < MICRO_ROWS; i++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                 for (int j = 0; j < REGISTERS_PER_ROW; j++)
                     visit(sums[i][j], i, j, c + (first + i) * TILE + j * REGISTER_COLUMNS);
         };
@@ -185,8 +175,9 @@ inline void gemm_tile_simd(const Scalar* a, const Scalar* b, int k_tiles, bool a
             const Scalar* rows = a + (size_t(k) * TILE + first) * TILE_K<Scalar>;
             const Scalar* columns = b + size_t(k) * TILE * TILE_K<Scalar>;
             for (int p = 0; p < TILE; p++, rows += WORD, columns += TILE_K<Scalar>) {
-                const Columns right[] = {
-                    Columns(columns), Columns(columns + (REGISTERS_PER_ROW - 1) * REGISTER_COLUMNS * WORD)};
+                Columns right[REGISTERS_PER_ROW];
+#pragma GCC unroll 4
+                for (int j = 0; j < REGISTERS_PER_ROW; j++) right[j] = Columns(columns + j * REGISTER_COLUMNS * WORD);
                 each([&](Accumulator& sum, int i, int j, const float*) {
                     sum = right[j].multiply_add(sum, rows + i * TILE_K<Scalar>);
                 });

@@ -52,13 +52,15 @@ class Prefetcher {
     int current = 0, limit = 0;
 };
 
-// Call work(rows as an integral_constant, first row) for register blocks of 4 rows, and one of 3, 2 or 1.
+// Call work(rows as an integral_constant, first row) for register blocks of 4 rows, and one of 3, 2 or 1. Without AVX-512
+// a row of sums is four registers or more, so the blocks have 2 rows.
 template <typename Work>
 inline void in_register_blocks(int count, Work work) {
+    constexpr int MOST = REGISTER_BYTES == 64 ? 4 : 2;
     int m = 0;
-    for (; m + 4 <= count; m += 4) work(std::integral_constant<int, 4>(), m);
-    if (count - m == 3) work(std::integral_constant<int, 3>(), m);
-    if (count - m == 2) work(std::integral_constant<int, 2>(), m);
+    for (; m + MOST <= count; m += MOST) work(std::integral_constant<int, MOST>(), m);
+    if (MOST > 3 && count - m == 3) work(std::integral_constant<int, 3>(), m);
+    if (MOST > 2 && count - m == 2) work(std::integral_constant<int, 2>(), m);
     if (count - m == 1) work(std::integral_constant<int, 1>(), m);
 }
 

@@ -22,12 +22,16 @@ constexpr float MIN_LOGIT = -3e38f;  // probability 0, but finite: -infinity tim
 template <typename Scalar, typename Visit>
 inline void for_each_logit(const Scalar* z, int count, float temperature, Visit visit) {
     for (int i = 0; i < count; i += LANES) {
-        f32x16 x = broadcast(MIN_LOGIT);
-        if (i + LANES <= count) x = load(z + i);
-        else
-            for (int lane = 0; i + lane < count; lane++) x[lane] = to_float(z[i + lane]);
+        f32x16 x;
+        if (i + LANES <= count) {
+            x = load(z + i);
+        } else {
+            float lanes[LANES];
+            for (int lane = 0; lane < LANES; lane++) lanes[lane] = i + lane < count ? to_float(z[i + lane]) : MIN_LOGIT;
+            x = load(lanes);
+        }
         if (temperature != 1.0f) x /= temperature;
-        visit(i, x < broadcast(MIN_LOGIT) ? broadcast(MIN_LOGIT) : x);
+        visit(i, select(x < broadcast(MIN_LOGIT), broadcast(MIN_LOGIT), x));
     }
 }
 

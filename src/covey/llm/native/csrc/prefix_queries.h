@@ -119,7 +119,7 @@ class PrefixQueries {
         for (int i = 0; i < LANES; i++) seen[i] = seen_by(first + column + i);
         for (int i = 0; i < TILE; i++) {
             f32x16 score = load(scores + i * TILE);
-            store(i32x16{} + key + i < seen ? score : broadcast(-INFINITY), scores + i * TILE);
+            store(select(i32x16{} + (key + i) < seen, score, broadcast(-INFINITY)), scores + i * TILE);
         }
     }
 };

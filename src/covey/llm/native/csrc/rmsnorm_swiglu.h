@@ -140,8 +140,8 @@ inline float softmax_inplace(PaddedScores first, PaddedScores second, float scal
 
 // silu(x) = x sigmoid(x), and its derivative.
 inline f32x16 sigmoid(f32x16 x) {
-    f32x16 e = exponential(x > broadcast(0.0f) ? -x : x);
-    return (x > broadcast(0.0f) ? broadcast(1.0f) : e) / (1.0f + e);
+    f32x16 e = exponential(select(x > broadcast(0.0f), -x, x));
+    return select(x > broadcast(0.0f), broadcast(1.0f), e) / (1.0f + e);
 }
 inline f32x16 silu(f32x16 x) { return x * sigmoid(x); }
 inline f32x16 silu_derivative(f32x16 x) {

@@ -1,6 +1,6 @@
 // SIMD helpers: vectors of 16 floats, loads and stores in both storage types, horizontal reductions, exp.
 //
-// Vectors are the compiler's own vector types, which become one AVX-512, two AVX or four NEON registers. Intrinsics are
+// Vectors are the compiler's own vector types: one AVX-512, two AVX or four NEON registers. Intrinsics are
 // used only if the generic form compiles to more instructions. Storage types, `Scalar` in all templates, are `float`
 // and `bf16`, the upper half of a float; all arithmetic is in fp32.
 
@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -17,10 +18,91 @@
 namespace {
 
 constexpr int LANES = 16;
+
+#ifdef __AVX512F__
+constexpr int REGISTER_BYTES = 64;
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+// Call work(part of the result, that part of the argument) for each register.
+template <typename To, typename From, typename Work>
+inline void each_register(To& to, const From& from, Work work) {
+    work(to, from);
+}
+template <typename Vector>
+inline Vector select(i32x16 mask, Vector a, Vector b) {
+    return mask ? a : b;
+}
+#else
+#ifdef __AVX2__
+constexpr int REGISTER_BYTES = 32;
+#else
+constexpr int REGISTER_BYTES = 16;
+#endif
+
+// 16 numbers in several registers. GCC computes with a vector type that is wider than a register through memory.
+template <typename Number>
+struct Registers {
+    static constexpr int COUNT = LANES * sizeof(Number) / REGISTER_BYTES;
+    typedef Number Register __attribute__((vector_size(REGISTER_BYTES)));
+    Register registers[COUNT];
+
+    Registers() = default;
+    Registers(Number x) {
+        for (Register& all : registers) all = x - Register{};  // keeps the sign of 0
+    }
+    Number& operator[](int lane) { return reinterpret_cast<Number*>(registers)[lane]; }
+
+#define OPERATOR(op, Result)                                                                        \
+    friend inline Registers<Result> operator op(const Registers& a, const Registers& b) {           \
+        Registers<Result> result;                                                                   \
+        for (int i = 0; i < COUNT; i++) result.registers[i] = a.registers[i] op b.registers[i];     \
+        return result;                                                                              \
+    }
+    OPERATOR(+, Number)
+    OPERATOR(-, Number)
+    OPERATOR(*, Number)
+    OPERATOR(/, Number)
+    OPERATOR(&, Number)
+    OPERATOR(<<, Number)
+    OPERATOR(>>, Number)
+    OPERATOR(<, int32_t)
+    OPERATOR(>, int32_t)
+    OPERATOR(==, int32_t)
+#undef OPERATOR
+    Registers operator-() const {
+        Registers result;
+        for (int i = 0; i < COUNT; i++) result.registers[i] = -registers[i];
+        return result;
+    }
+    Registers& operator+=(const Registers& b) { return *this = *this + b; }
+    Registers& operator/=(const Registers& b) { return *this = *this / b; }
+};
+typedef Registers<float> f32x16;
+typedef Registers<int32_t> i32x16;
+typedef Registers<uint32_t> u32x16;
+
+template <typename To, typename From, typename Work>
+inline void each_register(To& to, const From& from, Work work) {
+    for (int i = 0; i < To::COUNT; i++) work(to.registers[i], from.registers[i]);
+}
+template <typename Number>
+inline Registers<Number> select(const i32x16& mask, const Registers<Number>& a, const Registers<Number>& b) {
+    Registers<Number> result;
+    for (int i = 0; i < result.COUNT; i++)
+        result.registers[i] = mask.registers[i] ? a.registers[i] : b.registers[i];
+    return result;
+}
+#endif
+
+// The same bits as a vector of another type.
+template <typename To, typename From>
+inline To bits_as(const From& from) {
+    To to;
+    each_register(to, from, [](auto& part, const auto& bits) { part = std::decay_t<decltype(part)>(bits); });
+    return to;
+}
 
 struct bf16 {
     uint16_t bits;
@@ -50,22 +132,39 @@ inline void from_float(float x, bf16* to) {
 }
 inline void from_float(float x, float* to) { *to = x; }
 
-inline f32x16 load(const float* from) {
-    f32x16 x;
+template <typename Vector>
+inline Vector load_as(const void* from) {
+    Vector x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
-inline f32x16 load(const bf16* from) {
-    u16x16 halves;
-    std::memcpy(&halves, from, sizeof halves);
-#ifdef __AVX512BF16__
-    u32x16 words = u32x16(_mm512_cvtepu16_epi32(__m256i(halves))) << 16;  // GCC compiles the generic form to four
-#else
-    u32x16 words = __builtin_convertvector(halves, u32x16) << 16;
-#endif
-    f32x16 x;
-    std::memcpy(&x, &words, sizeof x);
+
+// 16 words from memory. Each register is copied by itself, because GCC copies larger objects through smaller registers.
+template <typename Vector>
+inline Vector load_words(const void* from) {
+    Vector x;
+    auto bytes = static_cast<const char*>(from);
+    each_register(x, x, [&](auto& part, auto&) {
+        std::memcpy(&part, bytes, sizeof part);
+        bytes += sizeof part;
+    });
     return x;
+}
+
+inline f32x16 load(const float* from) { return load_words<f32x16>(from); }
+inline f32x16 load(const bf16* from) {
+#ifdef __AVX512BF16__
+    __m512i words = _mm512_cvtepu16_epi32(load_as<__m256i>(from));  // GCC compiles the generic form to four
+    return f32x16(_mm512_slli_epi32(words, 16));
+#else
+    typedef uint16_t Halves __attribute__((vector_size(REGISTER_BYTES / 2)));
+    u32x16 words;
+    each_register(words, words, [&](auto& part, auto&) {
+        part = __builtin_convertvector(load_as<Halves>(from), std::decay_t<decltype(part)>);
+        from += sizeof(Halves) / sizeof(bf16);
+    });
+    return bits_as<f32x16>(words << 16);
+#endif
 }
 
 // The KV cache pads dimensions to pairs of vectors. In bf16 the two vectors of a pair are interleaved: element 2 i is
@@ -81,34 +180,40 @@ inline int interleaved_index(int number, const bf16*) {
 inline int interleaved_index(int number, const float*) { return number; }
 
 inline void load_interleaved(const bf16* from, f32x16& low, f32x16& high) {
-    u32x16 words;
-    std::memcpy(&words, from, sizeof words);
-    u32x16 left = words << 16, right = words & 0xffff0000u;
-    std::memcpy(&low, &left, sizeof low);
-    std::memcpy(&high, &right, sizeof high);
+    u32x16 words = load_words<u32x16>(from);
+    low = bits_as<f32x16>(words << 16);
+    high = bits_as<f32x16>(words & 0xffff0000u);
 }
 inline void load_interleaved(const float* from, f32x16& low, f32x16& high) {
     low = load(from);
     high = load(from + LANES);
 }
 
-inline void store(f32x16 x, float* to) { std::memcpy(to, &x, sizeof x); }
+inline void store(f32x16 x, float* to) {
+    each_register(x, x, [&](auto& part, auto&) {
+        std::memcpy(to, &part, sizeof part);
+        to += sizeof part / sizeof(float);
+    });
+}
 inline void store(f32x16 x, bf16* to) {
 #ifdef __AVX512BF16__
     __m256bh nearest = _mm512_cvtneps_pbh(__m512(x));
     std::memcpy(to, &nearest, sizeof nearest);
 #else
-    u32x16 bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    u32x16 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    u16x16 halves = __builtin_convertvector((x == x ? nearest : u32x16{} + 0x7fc00000u) >> 16, u16x16);
-    std::memcpy(to, &halves, sizeof halves);
+    typedef uint16_t Halves __attribute__((vector_size(REGISTER_BYTES / 2)));
+    u32x16 bits = bits_as<u32x16>(x), nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    u32x16 words = select(x == x, nearest, u32x16{} + 0x7fc00000u) >> 16;
+    each_register(words, words, [&](auto& part, auto&) {
+        Halves halves = __builtin_convertvector(part, Halves);
+        std::memcpy(to, &halves, sizeof halves);
+        to += sizeof halves / sizeof(bf16);
+    });
 #endif
 }
 
 inline f32x16 broadcast(float x) { return f32x16{} + x; }
 
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 
 // Horizontal reduction by a tree: the upper half is combined with the lower until one number is left.
 template <typename Combine>
@@ -134,7 +239,7 @@ inline float reduce_max(f32x16 x) {
 
 // exp(x) for x <= 0, to about 1 ulp, NaN for NaN: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients of
 // Cephes' expf). Below -87.3, where the result would be denormal, it is 0.
-inline f32x16 exponential(f32x16 x) {
+inline __attribute__((always_inline)) f32x16 exponential(f32x16 x) {
 #ifdef __AVX512F__
     const __m512 min_x = __m512(broadcast(-87.3f));
     f32x16 y = _mm512_max_ps(min_x, __m512(x));  // returns its second operand if one is NaN
@@ -154,11 +259,13 @@ inline f32x16 exponential(f32x16 x) {
 #ifdef __AVX512F__
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(__m512(x), min_x, _CMP_NLT_UQ), __m512(p), __m512(n));
 #else
-    i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    f32x16 scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    f32x16 result = x < broadcast(-87.3f) ? broadcast(0.0f) : p * scale;
-    return x == x ? result : x;
+    i32x16 exponent;
+    each_register(exponent, n, [](auto& part, const auto& of_n) {
+        part = __builtin_convertvector(of_n, std::decay_t<decltype(part)>);
+    });
+    f32x16 scale = bits_as<f32x16>((exponent + 127) << 23);
+    f32x16 result = select(x < broadcast(-87.3f), broadcast(0.0f), p * scale);
+    return select(x == x, result, x);
 #endif
 }
 
