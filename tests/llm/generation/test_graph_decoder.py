@@ -48,7 +48,8 @@ def on_gpu(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(backend, "kernels_for", lambda dtype, _: kernels if dtype == torch.float32 else None)
             made = LanguagePolicy(tiny_model(kind))
-        assert made.backend.recorded()["kernels"] == "covey's, Triton"
+        chosen = made.backend.recorded()
+        assert (chosen["sampling"], chosen["kernels"]) == ("native", "covey's, Triton"), "the decoder failed its trial"
         calls.clear()  # those of the trial
         return made
 
