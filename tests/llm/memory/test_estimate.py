@@ -384,7 +384,7 @@ def test_a_plan_that_does_not_fit_names_the_fix(
 
 
 def test_a_machine_that_is_too_small_needs_a_smaller_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("covey.experiment.plan.total_memory_bytes", lambda device: 1 << 29)
     assert "choose a smaller model" in plan_memory("smollm2-135m", ["--device", "cpu"])
 
 
