@@ -195,8 +195,10 @@ min_reward = 0.2
 keep = "all"
 batch_size = 1
 learning_rate = 1e-2
+held_out_fraction = 0.2
 [checkpoint]
 every = 2
+best = true
 """
 CONVERSATION = """
 [conversation]

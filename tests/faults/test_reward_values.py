@@ -253,9 +253,9 @@ def test_an_import_that_never_ends_is_bounded_by_its_own_time_limit(statement, t
     assert str(caught.value).isprintable()
 
 
-def test_an_import_may_take_as_long_as_a_call_and_ten_seconds_in_any_case():
-    assert RewardPool("m:f", load_seconds=60.0).load_seconds == 60.0
-    assert RewardPool("m:f", load_seconds=1.0).load_seconds == LOAD_LEAST_SECONDS == 10.0
+def test_an_import_may_take_as_long_as_a_call_and_a_minute_in_any_case():
+    assert RewardPool("m:f", load_seconds=90.0).load_seconds == 90.0
+    assert RewardPool("m:f", load_seconds=1.0).load_seconds == LOAD_LEAST_SECONDS == 60.0
 
 
 # The process outlives the parent that it kills by a moment, in which it could answer.

@@ -20,7 +20,7 @@ from covey.runtime.worker.child import InvalidResult, Message, ProcessState, one
 from covey.runtime.worker.process import CallError, Worker
 
 FAILURES_ALLOWED = 0.2  # fraction of a step's rollouts that may have no reward
-LOAD_LEAST_SECONDS = 10.0  # to import the function's file, which may import torch; longer if a call's deadline is
+LOAD_LEAST_SECONDS = 60.0  # to import a file, which may import torch on a busy machine; longer if a call's deadline is
 NOT_SENT = ("prompts", "completion_ids")  # arguments that a function does not get that is called for one completion
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class RewardPool(RewardRunner):
         Args:
             function: its name.
             workers: number of processes.
-            load_seconds: deadline of importing its file, at least 10.
+            load_seconds: deadline of importing its file, at least 60.
             repeat: repeat a call that fails in a process that answered before.
             memory_mib: limit of a process's address space, which then cannot write files either; 0: none.
         """

@@ -17,7 +17,6 @@ from covey.llm.rewards.rules import length_penalty
 from covey.llm.rewards.runner import InProcess, OneByOne, RewardPool, RewardRunner
 from covey.runtime.worker.child import load_function
 
-LOAD_SECONDS = 60.0  # deadline of importing a built-in reward's package, with all workers at once
 JUDGE = "covey.llm.rewards.judge:Judge"
 LARGEST_REWARD = 1e18  # absolute value; its square is finite in float32
 
@@ -186,7 +185,7 @@ def _runner(config: RewardConfig, device: str, precision: str) -> RewardRunner:
         return RewardPool(reward.function if reward else config.function, workers, config.timeout_seconds)
     if reward.one_by_one:
         shortcut = load_function(reward.shortcut) if reward.shortcut else None
-        pool = RewardPool(reward.function, workers, LOAD_SECONDS, repeat=False, memory_mib=reward.memory_mib)
+        pool = RewardPool(reward.function, workers, repeat=False, memory_mib=reward.memory_mib)
         return OneByOne(pool, tuple(config.arguments), shortcut)
     return InProcess(load_function(reward.function))
 
