@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covey.config import ConfigError, RunConfig
-from covey.llm.generation.decoder import token_bytes
 from covey.llm.memory.dimensions import Dimensions
 from covey.llm.memory.estimate import has_reference, largest_group, microbatches_of_shard, trained_parameters
 
@@ -92,7 +91,7 @@ def decoding_step(size: Dimensions, rows: int, group: int, prompt_tokens: int, n
     width, heads = card.width, size.attention_heads
     per_tile = max(TILE_QUERIES * heads.keys // heads.queries, 1) if card.has_bf16 else 1
     prompts = rows // group * -(-group // per_tile)
-    keys = token_bytes(size.layers, heads, width) * (prompts * prompt_tokens + rows * new_tokens / 2)
+    keys = 2 * size.layers * heads.keys * heads.width * width * (prompts * prompt_tokens + rows * new_tokens / 2)
     logits = 2 * rows * size.vocabulary * width
     attention = 4 * size.layers * size.query * (prompt_tokens + new_tokens / 2)
     return Work(

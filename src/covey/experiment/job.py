@@ -262,11 +262,7 @@ class Job:
                 if builder.has_rollouts:
                     repeated = RepeatedSteps(store.removed, store.rollouts_path, display.note)
                     parts = replace(parts, observers=(*parts.observers, repeated))
-            recorded = {step: line[METRIC] for step, line in store.removed_metrics.items() if METRIC in line}
-            settings.pace.begin(progress.seconds, 2 * sum(one["seconds"] for one in origin["before"]), recorded)
-            display.seconds_budgeted = lambda: settings.pace.seconds_left
-            if math.isfinite(left := settings.pace.seconds_left):
-                display.note(f"of the time budget of {config.time_budget}, {clock(left)} are left for training")
+            self._begin_pace(settings, progress, origin, display)
             trackers.begin(builder.tracked(origin["before"]), progress.step)
             with stop_requests(display.note) as stopped:
                 should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
@@ -298,6 +294,14 @@ class Job:
         finished = Finished(self.launch, builder.config, str(store.run_dir), builder.drawable(), ended_early)
         builder.show(display, summary, finished)
         return summary
+
+    def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display) -> None:
+        """Begin or continue the time budget, if there is one."""
+        recorded = {step: line[METRIC] for step, line in self.store.removed_metrics.items() if METRIC in line}
+        settings.pace.begin(progress.seconds, 2 * sum(one["seconds"] for one in origin["before"]), recorded)
+        display.seconds_budgeted = lambda: settings.pace.seconds_left
+        if math.isfinite(left := settings.pace.seconds_left):
+            display.note(f"of the time budget, {clock(left)} are left for training")
 
     def _begin(self, experiment: Experiment, inputs: dict[str, str]) -> Origin:
         """Record the beginning of a run; the weights are the initial ones."""

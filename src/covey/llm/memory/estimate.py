@@ -31,7 +31,7 @@ from covey.llm.model import fused_layers, logprobs, nf4, prefix_attention, recom
 from covey.llm.model.lora import choose_targets
 from covey.llm.model.prefix_attention import Row, split_rows
 from covey.runtime.distributed import GradientTree
-from covey.runtime.optimizer import state_bytes
+from covey.runtime.optimizer import StateBytes, state_bytes
 
 PROMPT_TOKENS = 64  # default length of a prompt
 # Without weights. CPU: Python, torch, transformers and their allocations in a run, measured at 0.42 GiB. GPU: the CUDA
@@ -110,8 +110,6 @@ def predict(
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
-    is_only_one = rows == largest_group(config) * _groups_of_a_minibatch(config)
-    holes = {"cpu": HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL, "cuda": 0.0}[device]
     plan = MemoryPlan(
         {
             "program": PROGRAM_BYTES[device],
@@ -133,16 +131,26 @@ def predict(
             "gradients of shards": copies,
             "activations": activations,
             "logits": _logit_bytes(size, config, gpu_bytes, width, decisions, native=has_kernels),
-            "fragmentation": int(holes * (activations + policy_state.gradients + critic_state.gradients)),
+            "fragmentation": _holes(config, device, rows, activations, policy_state, critic_state),
         },
-        # On a CPU they keep their memory from step to step (`MasterAdamW`).
-        update=UPDATE if device == "cpu" else (*GRADIENTS, *UPDATE),
+        update=UPDATE if device == "cpu" else (*GRADIENTS, *UPDATE),  # a CPU keeps gradients (`MasterAdamW`)
     )
-    if config.sampler.kind != "local":
-        return plan
-    free = plan.staying, gpu_bytes
-    rows, sampling = _sampling(size, config, device, width, prompt_tokens, ranks, free=free, native=fused)
-    return replace(plan, parts=plan.parts | sampling, rows=rows)
+    if config.sampler.kind == "local":
+        free = plan.staying, gpu_bytes
+        rows, sampling = _sampling(size, config, device, width, prompt_tokens, ranks, free=free, native=fused)
+        plan = replace(plan, parts=plan.parts | sampling, rows=rows)
+    return plan
+
+
+def _holes(config: RunConfig, device: str, rows: int, activations: int, policy: StateBytes, critic: StateBytes) -> int:
+    """Unused bytes between activations and gradients of an update whose microbatches have `rows` rows."""
+    if device != "cpu":
+        return 0
+    is_only_one = rows == largest_group(config) * _groups_of_a_minibatch(config)
+    return int(
+        (HOLES_OF_ONE_MICROBATCH if is_only_one else HOLES_OF_SEVERAL)
+        * (activations + policy.gradients + critic.gradients)
+    )
 
 
 def weight_bytes(size: Dimensions, config: RunConfig, width: int) -> int:
