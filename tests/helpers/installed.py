@@ -27,7 +27,7 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-        sources = [ROOT, ROOT / "extras" / "covey_environments"]
+        sources = [ROOT, *(ROOT / "extras" / name for name in ("covey_cluster", "covey_environments"))]
         subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, *sources], check=True)
         venv = folder / ".venv"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

@@ -21,7 +21,6 @@ READING, COMPUTING = 0.68, 0.40
 LAUNCH_SECONDS = 2.5e-6  # of a short kernel within a CUDA graph, with the gap to the next one: an assumption
 LAUNCHES = {True: 11, False: 48}  # of a layer in a decoding step, with covey's kernels and with torch (docs/speed.md)
 LAUNCHES_BESIDE = 16  # of embedding, rotation, last norm, output layer and drawing
-TILE_QUERIES = 64  # that read the keys of a prompt together (`GraphDecoder`)
 OPTIMIZER_BYTES = 42  # read and written for a trained weight: norm, clipping, AdamW, and its copy in bf16
 
 
@@ -88,10 +87,10 @@ def decoding_step(size: Dimensions, rows: int, group: int, prompt_tokens: int, n
 
     The keys of a prompt are read once for each tile of its group's rows, with torch once for every row.
     """
-    width, heads = card.width, size.attention_heads
-    per_tile = max(TILE_QUERIES * heads.keys // heads.queries, 1) if card.has_bf16 else 1
+    width = card.width
+    per_tile = size.rows_of_tile if card.has_bf16 else 1
     prompts = rows // group * -(-group // per_tile)
-    keys = 2 * size.layers * heads.keys * heads.width * width * (prompts * prompt_tokens + rows * new_tokens / 2)
+    keys = size.token_bytes(width) * (prompts * prompt_tokens + rows * new_tokens / 2)
     logits = 2 * rows * size.vocabulary * width
     attention = 4 * size.layers * size.query * (prompt_tokens + new_tokens / 2)
     return Work(

@@ -301,7 +301,7 @@ class Job:
         settings.pace.begin(progress.seconds, 2 * sum(one["seconds"] for one in origin["before"]), recorded)
         display.seconds_budgeted = lambda: settings.pace.seconds_left
         if math.isfinite(left := settings.pace.seconds_left):
-            display.note(f"of the time budget, {clock(left)} are left for training")
+            display.note(f"time left for training in the budget: {clock(left)}")
 
     def _begin(self, experiment: Experiment, inputs: dict[str, str]) -> Origin:
         """Record the beginning of a run; the weights are the initial ones."""

@@ -16,7 +16,7 @@ Shapes: S prompts, P longest prompt, R rows, H heads, K key-value heads, D head 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -158,6 +158,11 @@ def linear_layers(module: nn.Module) -> list[nn.Linear]:
     return list(linear)  # type: ignore[arg-type]
 
 
+def weights_of(layers: Iterable[nn.Linear]) -> int:
+    """Number of weights of the layers, which are not read: a layer in 4 bits computes them when they are."""
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
 def is_quantized(layer: nn.Module) -> bool:
     """True for a layer in 4 bits, with an adapter or without."""
     return isinstance(base_of(layer), NF4Linear)
@@ -207,7 +212,7 @@ def copies_fit(module: PreTrainedModel) -> bool:
         free = total_memory_bytes(module.device) or sys.maxsize
     else:
         return True
-    return 2 * sum(layer.in_features * layer.out_features for layer in layers) * module.dtype.itemsize <= free
+    return 2 * weights_of(layers) * module.dtype.itemsize <= free
 
 
 class PackedLinears:

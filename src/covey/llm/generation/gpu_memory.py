@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PREFILL_TOKENS, linear_layers, token_bytes
+from covey.llm.generation.decoder import PREFILL_TOKENS, linear_layers, token_bytes, weights_of
 from covey.llm.generation.graph_decoder import BLOCK, LADDER, MOST_PARTS, PROGRAMS, rung
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.lora import factors_of
@@ -39,8 +39,8 @@ class DecoderMemory:
         copied = [one for layer in base.layers for one in _copied(LayerModules.of(layer))]  # type: ignore[union-attr]
         return cls(
             config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers,
-            Heads.of(module), sum(one.weight.numel() for one in linear_layers(module)),
-            sum(one.weight.numel() for one in copied), module.dtype.itemsize,
+            Heads.of(module), weights_of(linear_layers(module)),
+            weights_of(copied), module.dtype.itemsize,
         )  # fmt: skip
 
     def keys_and_values(self, rows: int, max_new_tokens: int, prompts: int, prompt_tokens: int) -> int:

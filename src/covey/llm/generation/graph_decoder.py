@@ -29,6 +29,7 @@ from covey.llm.generation.decoder import PREFILL_TOKENS, SeparateLinears, packed
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.generation.slots import SharedPrompt, SlotDecoder
 from covey.llm.generation.token_sampling import Drawing, sample_tokens
+from covey.llm.model.architecture import Heads
 from covey.llm.native.bindings import KernelSet
 
 if TYPE_CHECKING:  # a plan for a GPU is made without Triton too
@@ -38,6 +39,11 @@ BLOCK = 8  # steps between two synchronisations
 LADDER = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 QUERIES_IN_TILE = 64  # of one key-value head and one prompt
 PROGRAMS, MOST_PARTS = 512, 16  # of a layer's attention, at least, so that few rows occupy the whole device
+
+
+def rows_of_tile(heads: Heads) -> int:
+    """Number of rows that read the keys of their prompt together: they have QUERIES_IN_TILE queries of a key."""
+    return max(QUERIES_IN_TILE * heads.keys // heads.queries, 1)
 
 
 class GraphDecoder(SlotDecoder):
@@ -109,11 +115,11 @@ class GraphDecoder(SlotDecoder):
         return graph
 
     def _tiles(self, prompts: list[SharedPrompt]) -> list[list[int]]:
-        """Rows of each tile: those that share a prompt, as many as have QUERIES_IN_TILE queries of a key-value head."""
+        """Rows of each tile: those that share a prompt."""
         of_prompt: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             of_prompt.setdefault(id(prompt), []).append(row)
-        rows = max(QUERIES_IN_TILE * self.heads.keys // self.heads.queries, 1)
+        rows = rows_of_tile(self.heads)
         return [
             [*members[begin : begin + rows], *[-1] * (rows - len(members[begin : begin + rows]))]
             for members in of_prompt.values()

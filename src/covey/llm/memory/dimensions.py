@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from covey.config import ConfigError
 from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
-from covey.llm.generation.decoder import linear_layers
+from covey.llm.generation.decoder import linear_layers, token_bytes, weights_of
+from covey.llm.generation.graph_decoder import rows_of_tile
 from covey.llm.model.architecture import Heads, is_llama_like
 from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config
@@ -79,6 +80,15 @@ class Dimensions:
         """Width of all keys of a token, and of all values."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def rows_of_tile(self) -> int:
+        """Number of rows that read the keys of their prompt together in covey's kernels for GPUs."""
+        return rows_of_tile(self.attention_heads)
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Bytes of the keys and values of one token, of `itemsize` bytes each."""
+        return token_bytes(self.layers, self.attention_heads, itemsize)
+
 
 def read_dimensions(model_config: dict[str, Any], model: str = "of this config.json") -> Dimensions:
     """The dimensions of the model with this `config.json`; `model` is its name in messages.
@@ -122,7 +132,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
-        prepacked_parameters=sum(layer.weight.numel() for layer in linear_layers(module)),
+        prepacked_parameters=weights_of(linear_layers(module)),
         has_kernels=is_llama_like(module),
         architecture=type(module).__name__,
         linear=tuple(_linear_shape(module, path) for path in adaptable_paths(module)),

@@ -276,7 +276,7 @@ def _sampling(
     """
     staying, gpu_bytes = free
     room = None if gpu_bytes is None else int(TIGHT * gpu_bytes) - staying
-    token, completions = decoder.token_bytes(size.layers, size.attention_heads, width), largest_group(config)
+    token, completions = size.token_bytes(width), largest_group(config)
     requests, max_rows = -(-config.sampling.prompts_per_step // ranks), config.sampling.rows_at_once
     on_gpu = decoder_memory(size, config, width)
     if native and room is not None and not max_rows:
