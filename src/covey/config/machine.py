@@ -8,6 +8,9 @@ from pathlib import Path
 
 from covey.config.common import ConfigError
 
+# What the field `device` takes: a CPU, an NVIDIA GPU, Apple's GPU. `auto` is one of the first two.
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
 THREADS_A_PROCESSOR = 16
 LEAST_THREAD_LIMIT = 256  # a run may be resumed on a smaller machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
