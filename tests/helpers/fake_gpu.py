@@ -5,9 +5,8 @@
 Tensors sent to the device say that they are there, and torch's own rules are kept: an operation takes tensors of one
 device alone (a number may come from the CPU, and so may an index), and none is in fp64.
 
-In Python the device is Apple's, "mps"; below Python it is "meta", because this torch can name no GPU there, and has
-nothing else in common with torch's own. Speed, memory and a GPU's arithmetic are not pretended: tests of those need a
-GPU.
+In Python the device is Apple's, "mps"; below Python it is a second CPU, because this torch can name no GPU there.
+Speed, memory and a GPU's arithmetic are not pretended: tests of those need a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, GPU = torch.device("cpu"), torch.device("mps", 0)
-BELOW = torch.device("meta")
+BELOW = torch.device("cpu", 1)
 MIXED = ("aten::_to_copy", "aten::copy_", "aten::to.", "aten::index.", "aten::index_put")  # may take tensors of both
 
 
@@ -50,6 +49,13 @@ class OnGPU(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.numbers.untyped_storage()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copy = OnGPU(self.numbers.clone())
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copy, requires_grad=self.requires_grad) if is_parameter else copy
+        return memo[id(self)]
+
     def tolist(self) -> list[Any]:
         return self.numbers.tolist()
 
@@ -69,7 +75,9 @@ def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     to_gpu = sent[0] == BELOW if sent else any(there)
 
     def behind(leaf: Any) -> Any:
-        return leaf.numbers if isinstance(leaf, OnGPU) else CPU if isinstance(leaf, torch.device) else leaf
+        if isinstance(leaf, OnGPU):
+            return leaf.numbers
+        return CPU if isinstance(leaf, torch.device) and leaf == BELOW else leaf
 
     args, kwargs = tree_map(behind, args), tree_map(behind, kwargs)
     out = operation(*args, **kwargs)

@@ -9,10 +9,10 @@ _WITHOUT_FP64 = ("mps",)  # kinds of device whose tensors cannot be fp64: Apple'
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """fp64, or fp32 on a device without it."""
+    """widest(device) = fp32 on Apple's GPUs, which have no fp64, else fp64."""
     return torch.float32 if device.type in _WITHOUT_FP64 else torch.float64
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in the widest dtype of its device."""
+    """widened(x) = x in the widest dtype of its device."""
     return tensor.to(widest(tensor.device))
