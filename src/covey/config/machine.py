@@ -25,6 +25,11 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def may_fork() -> bool:
+    """Whether a process that has loaded torch may fork: outside Linux its frameworks may hang or crash in the fork."""
+    return sys.platform.startswith("linux")
+
+
 def wait_briefly() -> None:
     """Let the threads of OpenMP wait briefly, unless the user has set how, or torch is loaded, which has read it."""
     if "torch" not in sys.modules and not waiting():
