@@ -39,7 +39,7 @@ def test_recipes_lists_every_packaged_one(capsys: pytest.CaptureFixture[str], mo
     described = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
     assert sorted(described) == packaged_recipes()
     assert described["acrobot_ppo"] == "Acrobot-v1 with PPO: swing the tip above the line"
-    assert described["arithmetic_grpo"] == "SmolLM2-135M-Instruct learns to add and subtract two-digit numbers"
+    assert described["arithmetic_grpo"] == "SmolLM2-135M-Instruct learns to add two-digit numbers"
     assert all(20 < len(text) < 150 for text in described.values())
     agents = lines[: lines.index("Language models:")]
     assert {line.split()[0] for line in agents if line.startswith("  ")} >= {"cartpole_grpo", "pendulum_ppo"}

@@ -71,12 +71,12 @@ def test_a_group_size_that_is_given_is_that_of_every_step(caplog: pytest.LogCapt
     config = read_recipe("arithmetic_grpo", ["--group-size", "8", "--steps", "30"])
     assert isinstance(config, RunConfig)
     assert (config.sampling.group_size, config.sampling.final_group_size) == (8, None)
-    assert config.evaluation.every == 18, "the evaluation between stays in the run"
+    assert config.evaluation.every == 15, "the evaluation between stays in the run"
     assert config.update.warmup_steps == 3
     [record] = caplog.records
     assert record.getMessage() == (
-        "--group-size, --steps: so the recipe's evaluation.every = 18 (was 50), "
-        "sampling.final_group_size = unset (was 16)"
+        "--group-size, --steps: so the recipe's evaluation.every = 15 (was 40), "
+        "sampling.final_group_size = unset (was 12)"
     )
 
 

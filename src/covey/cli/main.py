@@ -43,7 +43,7 @@ compared with each other (GRPO) or with a critic (PPO).
 
 see it work:
   covey train cartpole_grpo      an agent balances a pole, in seconds
-  covey train arithmetic_grpo    a language model learns to add and subtract
+  covey train arithmetic_grpo    a language model learns to add, in minutes
   covey recipes                  all packaged recipes, one line each
 
 train on prompts and rewards of your own:
