@@ -32,15 +32,17 @@ from covey.llm.native.variants import SOURCE
 from covey.runtime.device import cpu_info
 from covey.runtime.variables import cache_folder, check_private
 
-FLAGS = ("-O3", "-march=native", *variants.FLAGS, "-shared")
+# Apple's clang names the processor by -mcpu alone: older ones refuse -march=native on ARM.
+PROCESSOR = "-mcpu=native" if (sys.platform, platform.machine()) == ("darwin", "arm64") else "-march=native"
+FLAGS = ("-O3", PROCESSOR, *variants.FLAGS, "-shared")
 OPENMP = (["-fopenmp"], ["-Xclang", "-fopenmp"])  # of gcc and clang; of Apple's clang
 OPENMP_LIBRARY = re.compile(r"lib(gomp|omp|iomp5)\b.*\.(so|dylib)\b")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
 
-# The self-test of a library runs in another process, because a crash of the library would end the run. Arguments: the
-# libraries that it needs, and its own.
+# The self-test of a library runs in another process, because a crash of the library would end the run. Torch's OpenMP is
+# loaded first, as in the run: it may lie where the system does not look for it, and a wheel's library does not name it.
 SELF_TEST = """
 import ctypes, sys
 *needed, library = sys.argv[1:]
@@ -182,7 +184,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         if not draft.is_file():
             raise BuildError(f"the compiler {compiler[0]} wrote no library")
         draft.chmod(0o700)
-        _self_test(draft)
+        _self_test(draft, *(file for file in openmp if Path(file).is_file()))
         checksum.write_bytes(_checksum_of(draft))
         checksum.chmod(0o600)
         library.with_suffix(CHECKSUM).unlink(missing_ok=True)
@@ -222,7 +224,8 @@ def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
         try:
             output, messages = process.communicate(timeout=timeout_seconds)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
+                os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode == 0:
         return output
