@@ -51,13 +51,23 @@ def main(folder: Path) -> None:
         "CXX": str(folder / "c++"), "COVEY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(TESTS),
     }  # fmt: skip
-    words = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not mutants"]
+    say(f"tests of {', '.join(TESTED)}, {LEFT_OUT}")
+    words = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "not slow and not mutants"]
     subprocess.run([*words, "-k", LEFT_OUT, *TESTED], cwd=TESTS, env=environment, check=True)
+    say("three steps of a tiny language model and of cartpole_grpo, on both processors")
     with tempfile.TemporaryDirectory() as scratch:
         recipe = write_recipe(Path(scratch), tiny_folder(Path(scratch) / "model"), steps=3)
         compare(recipe, python, environment, Path(scratch))
         compare(Path("cartpole_grpo"), python, environment, Path(scratch), "--steps", "3")
+    say("cartpole_grpo")
     subprocess.run([str(python), "-m", "covey", "train", "cartpole_grpo"], cwd=folder, env=environment, check=True)
+    say("all of it has run on ARM")
+
+
+def say(what: str) -> None:
+    """A line of the log, with the processor's seconds of all that has ended."""
+    times = os.times()
+    print(f"== {what} (after {times.children_user + times.children_system:.0f} s of the processor)", flush=True)
 
 
 def compare(recipe: Path, python: Path, environment: dict[str, str], folder: Path, *words: str) -> None:
