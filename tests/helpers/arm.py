@@ -32,7 +32,16 @@ CUDA = (
     "nvidia-cusolver", "nvidia-cusparse", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13",
     "nvidia-cusparselt-cu13", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13",
 )  # fmt: skip
-PROCESSOR = "processor\t: 0\nFeatures\t: fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm\nCPU part\t: 0xd0c\n\n"
+# Torch ends in a segmentation fault if one of the machine's processors is missing here.
+PROCESSOR = """processor\t: {number}
+Features\t: fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+
+"""
 IDENTIFICATION = "sys/devices/system/cpu/cpu0/regs/identification/midr_el1"  # which oneDNN reads
 TESTED = ("llm/native/test_kernels.py", "core", "control/test_policy.py")
 # Without bf16 instructions torch multiplies transposed bf16 matrices with twice the rounding; covey chooses fp32 there.
@@ -127,7 +136,8 @@ def set_up(folder: Path) -> None:
     metadata = Path(str(distribution("covey").locate_file(""))) / f"covey-{distribution('covey').version}.dist-info"
     shutil.copytree(metadata, site / metadata.name)
     (root / "usr/lib/python3/dist-packages/covey.pth").write_text(f"{site}\n{TESTS.parent / 'src'}\n")
-    files = {"proc/cpuinfo": PROCESSOR, IDENTIFICATION: "0x00000000411fd401\n"}
+    every = "".join(PROCESSOR.format(number=number) for number in range(os.cpu_count() or 1))
+    files = {"proc/cpuinfo": every, IDENTIFICATION: "0x00000000411fd401\n"}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
