@@ -41,8 +41,9 @@ COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
 
-# The self-test of a library runs in another process, because a crash of the library would end the run. Torch's OpenMP is
-# loaded first, as in the run: it may lie where the system does not look for it, and a wheel's library does not name it.
+# The self-test of a library runs in another process, because a crash of the library would end the run. Torch's OpenMP
+# is loaded first, as in the run: it may lie where the system does not look for it, and a wheel's library does not name
+# it.
 SELF_TEST = """
 import ctypes, sys
 *needed, library = sys.argv[1:]
