@@ -1,4 +1,4 @@
-"""The library of kernels: that of a wheel, else compiled from kernels.cpp, with a cache in the user's cache folder.
+"""The library of kernels: from a wheel, else compiled from kernels.cpp, with a cache in the user's cache folder.
 
 A compiled library is loaded only if no other user can have modified it. Its name contains a hash of everything that it
 depends on. Its checksum is stored beside it, so a damaged or incomplete file is detected before it is loaded, and
