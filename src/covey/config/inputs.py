@@ -17,7 +17,8 @@ from covey.config.tasks import DatasetConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data, function, question, reward model, teacher and adapter files: name in the config -> digest.
+    """SHA-256 of the files of data, functions, questions, reward models, teacher and adapter: name in the config ->
+    digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
