@@ -134,7 +134,7 @@ def from_state(state: dict[str, Any]) -> list[Rollout]:
     """The rollouts of a state of `to_state`."""
     names = [name for name in _SEQUENCES if name in state["lengths"]]  # older checkpoints have no teacher's prompts
     columns = {name: _parts(state["tensors"].get(name), state["lengths"][name]) for name in names}
-    for name in {*_CONTEXTS} & {*names} if state["token_contexts"] else ():
+    for name in (name for name in _CONTEXTS if name in columns and state["token_contexts"]):
         columns[name] = [None if context is None else tuple(context.tolist()) for context in columns[name]]
     return [
         Rollout(

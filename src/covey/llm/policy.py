@@ -286,7 +286,8 @@ class DivergenceToTeacher(KLToReference):
         """Equal prompts of neighbours are a group, because the prompt of a group is computed once. A row without a
         teacher keeps its prompt, so that all ranks make as many passes.
         """
-        known = len(self.reference.module.get_input_embeddings().weight)  # type: ignore[arg-type]
+        embedding: Any = self.reference.module.get_input_embeddings()
+        known = len(embedding.weight)
         batch = replace(batch, actions_BT=batch.actions_BT.clamp(max=known - 1))  # a policy may be padded with more
         if batch.teacher_context is None:
             return batch

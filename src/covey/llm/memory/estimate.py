@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from covey.algorithms import default_kl
 from covey.config import CRITIC_FREE, RunConfig
 from covey.config.model_sources import resolved
+from covey.core import kl
 from covey.llm import critic
 from covey.llm.generation import (
     batch,
@@ -252,7 +253,7 @@ def _logit_bytes(
     needed = logprobs.buffer_bytes(
         *shape, native=native, has_entropy_bonus=has_entropy_bonus, trains_head=trains_head, gpu_bytes=gpu_bytes
     )
-    betas = [logprobs.REVERSE] * (config.loss.kl_estimator == "exact")
+    betas = [kl.REVERSE] * (config.loss.kl_estimator == "exact")
     betas += [config.teacher.mixture] * bool(config.teacher.model)
     returned = logprobs.divergence_returned_bytes(*shape, trains_head=trains_head)
     for beta in betas:
