@@ -409,12 +409,15 @@ class _ExactDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, other_hidden, other_weight, other_bias, *totals = ctx.saved_tensors
+        hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, centre = (
+            ctx.saved_tensors
+        )
         logits = Logits(hidden, weight, bias, ctx.temperature, ctx.excluded)
         others = Logits(other_hidden, other_weight, other_bias, ctx.temperature, ctx.excluded)
         gradients = LogitGradients(logits, ctx.kernels, trains_head=ctx.needs_input_grad[1])
         for part in logits.by_token():
-            slope = _slope(logits.divided(EVERY, part), others.divided(EVERY, part), *totals, ctx.beta)
+            z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
+            slope = _slope(z, other, log_total, other_log_total, centre, ctx.beta)
             gradients.add(part, logits.rounded(slope.mul_(grad[:, None] / ctx.temperature)))
         return *gradients.all(), None, None, None, None, None, None, None
 
