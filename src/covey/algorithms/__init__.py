@@ -2,7 +2,7 @@
 
 advantages    advantage estimators: a batch -> advantages_BT
 kl_penalty    KL penalties: in the reward or in the loss, to the reference or to the behavior policy
-distillation  a teacher beside the reward
+distillation  the divergence to a teacher as a term of the loss
 high_covariance  Clip-Cov and KL-Cov, which keep the entropy up
 algorithm     the composition: advantage x ratio x surrogate x KL x distillation x aggregation x value loss
 presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo

@@ -1,4 +1,4 @@
-"""A teacher beside the reward.
+"""On-policy distillation: a teacher as a term of the loss.
 
 Shapes: B rollouts, T decisions.
 """

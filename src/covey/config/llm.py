@@ -349,7 +349,7 @@ class TeacherConfig(Table):
 
     @property
     def is_own_model(self) -> bool:
-        """True if the teacher is a model of its own."""
+        """True if the teacher is another model than policy and reference."""
         return self.model not in ("", *TEACHERS)
 
     @property

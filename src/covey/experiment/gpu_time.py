@@ -101,7 +101,7 @@ def decoding_step(size: Dimensions, rows: int, group: int, prompt_tokens: int, n
 
 
 def update(size: Dimensions, config: RunConfig, prompt_tokens: int, card: Card) -> Work:
-    """The work of a step's update: its passes over the rollouts, also of the models beside the policy, and AdamW."""
+    """The work of a step's update: its passes over the rollouts, also of other models, and AdamW."""
     head = size.vocabulary * size.hidden
     layers, lora = size.prepacked_parameters - head, config.lora.is_used
     new = config.rollout_limit

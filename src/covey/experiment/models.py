@@ -10,7 +10,7 @@ All weights are trained, or an adapter (LoRA) of frozen weights:
 | saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
 
 A run whose KL coefficient is always 0 has no reference, unless it is the teacher. The teacher is the policy, the
-reference, or a frozen model of its own. The reference has a copy of the adapter if the run begins with
+reference, or another model, which is frozen. The reference has a copy of the adapter if the run begins with
 an adapter, or refreshes its reference.
 """
 
@@ -194,7 +194,7 @@ def _frozen(module: Any, policy: LanguagePolicy, backend: Backend | None = None)
 
 
 def load_teacher(config: RunConfig, policy: LanguagePolicy, chat: Chat, machine: Machine) -> LanguagePolicy | None:
-    """The teacher of a run that is a model of its own; None for the policy and the reference.
+    """The teacher of a run if it is another model; None for the policy and the reference.
 
     Raises:
         ConfigError: if it cannot be found or loaded, or has another tokenizer.
@@ -413,7 +413,7 @@ def divide(
     """Shard the weights, if the ranks of the team divide them.
 
     Args:
-        teacher: one that is a model of its own.
+        teacher: another model than policy and reference.
 
     Raises:
         ConfigError: if the ranks have loaded different weights, or the forward passes of the model are not as many as

@@ -306,7 +306,7 @@ class Problem:
 
         Args:
             chat: encodes the prompts.
-            models: transformers' configs of the policy and, if it is a model of its own, of the teacher.
+            models: transformers' configs of the policy and, if it is another model, of the teacher.
 
         Raises:
             ConfigError: as `TeacherPrompts.check`.

@@ -272,8 +272,8 @@ class KLToReference:
 class DivergenceToTeacher(KLToReference):
     """Divergence to a teacher, which reads its own prompt before the policy's completion; implements `ExtraOutput`.
 
-    On-policy distillation, GKD (arXiv 2306.13649), algorithm 1: the gradient is that of the divergence at the decisions
-    of the policy's completions, and none of their sampling. It is 0 at rows that have no teacher.
+    On-policy distillation, GKD (arXiv 2306.13649), algorithm 1: the divergence has a gradient at the decisions of the
+    policy's own completions, and their sampling has none. It is 0 at rows without a teacher.
     """
 
     name = "teacher_BT"

@@ -19,7 +19,7 @@ OF_GROUP = (BEST_SIBLING, FEEDBACK)  # those that a group fills when it is grade
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """The prompts of a teacher: those of the policy with more in them, such as the right answer.
+    """The prompts of a teacher: the policy's with more in them, such as the right answer.
 
     Self-distillation: the template has what makes the teacher better than the policy (OPSD: the right answer), or what
     the group has found (SDPO, arXiv 2601.20802: the completion of a better sibling, feedback).

@@ -247,7 +247,7 @@ def critic_weights_of(size: Dimensions, config: RunConfig) -> int:
 def _logit_bytes(
     size: Dimensions, config: RunConfig, gpu_bytes: int | None, width: int, decisions: int, *, native: bool
 ) -> int:
-    """Bytes of `token_logprobs` and `exact_divergence`; the gradients of a divergence wait for those of the others."""
+    """Bytes of `token_logprobs` and `exact_divergence`; one has its gradients while the next computes."""
     shape = decisions, size.hidden, size.vocabulary, width
     has_entropy_bonus, trains_head = bool(config.loss.entropy_coefficient), not config.lora.is_used
     needed = logprobs.buffer_bytes(
@@ -403,7 +403,7 @@ def reference_parameters(size: Dimensions, config: RunConfig) -> int:
 
 
 def teacher_parameters(config: RunConfig) -> int:
-    """The numbers of a teacher that is a model of its own; one that has not been downloaded counts as 0."""
+    """The numbers of a teacher that is another model; one that has not been downloaded counts as 0."""
     name = config.teacher.model
     found = find_model_config(name) if config.teacher.is_own_model else None
     return 0 if found is None else read_dimensions(found, name).parameters
