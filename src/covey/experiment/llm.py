@@ -42,6 +42,7 @@ from covey.experiment.models import (
 )
 from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
+from covey.llm.critic import LanguageCritic
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat, TokenTexts
@@ -185,10 +186,7 @@ class LLMBuilder(ExperimentBuilder):
             display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
         algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
-        has_reference = algorithm.kl.acts_within(config.steps) or config.teacher.model == "reference"
-        reference = loaded.adaptation.reference(loaded.policy) if has_reference else None
-        teacher = load_teacher(config, loaded.policy, loaded.chat, self.chosen)
-        models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team, teacher)
+        models = self._models(loaded, critics)
         policy = with_outputs(models, algorithm)
         room = None if isinstance(self.team, ShardedTeam) else sampling_room(config)
         sampled = with_vllm_memory(config, self.chosen.device)
@@ -236,6 +234,14 @@ class LLMBuilder(ExperimentBuilder):
             parts, self._settings(pace), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
+
+    def _models(self, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> Models:
+        """The models of the run after the ranks have divided their weights, with a reference and a teacher if needed."""
+        config, policy, adaptation = self.config, loaded.policy, loaded.adaptation
+        has_reference = self.algorithm.kl.acts_within(config.steps) or config.teacher.model == "reference"
+        reference = adaptation.reference(policy) if has_reference else None
+        teacher = load_teacher(config, policy, loaded.chat, self.chosen)
+        return divide(policy, reference, critics, adaptation, config, self.team, teacher)
 
     def _settings(self, pace: Pace) -> LoopConfig:
         config, sampling = self.config, self.config.sampling

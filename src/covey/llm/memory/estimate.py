@@ -102,12 +102,10 @@ def predict(
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
-    fused = size.has_kernels and has_kernels
-    activations = activation_bytes(
-        size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
-    )
+    fused, recomputed = size.has_kernels and has_kernels, config.update.recompute
+    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=recomputed)
     tokens = prompts * prompt_tokens + rows * fed
-    activations += activation_change(size, config, tokens, width, fused=fused, recomputed=config.update.recompute)
+    activations += activation_change(size, config, tokens, width, fused=fused, recomputed=recomputed)
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
