@@ -236,7 +236,7 @@ class LLMBuilder(ExperimentBuilder):
         )  # fmt: skip
 
     def _models(self, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> Models:
-        """The models of the run after the ranks have divided their weights, with a reference and a teacher if needed."""
+        """The models after the ranks have divided their weights, with a reference and a teacher if they are needed."""
         config, policy, adaptation = self.config, loaded.policy, loaded.adaptation
         has_reference = self.algorithm.kl.acts_within(config.steps) or config.teacher.model == "reference"
         reference = adaptation.reference(policy) if has_reference else None
