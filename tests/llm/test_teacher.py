@@ -200,14 +200,21 @@ def read_by(template: str, group: Group) -> list[str]:
     ids=["before", "in place", "no place", "text", "system", "best sibling", "no better one", "feedback", "too long"],
 )
 def test_the_prompts_of_a_teacher(template: str, group: Group, read: list[str]) -> None:
-    assert read_by(template, group) == read
+    """The tokenizer has no line ends."""
+    assert read_by(template, group) == [text.replace("\n", "") for text in read]
+
+
+def test_a_template_stands_in_a_paragraph_before_the_prompt() -> None:
+    prompts = TeacherPrompts("The answer is {answer}.", lambda prompt, observation: (), [])
+    assert prompts.asked("ab", {"answer": "2"}) == "The answer is 2.\n\nab"
+    assert prompts.asked(CHAT, {"answer": "2"}) == [{"role": "user", "content": "The answer is 2.\n\n1+1"}]
 
 
 @pytest.mark.parametrize(
     ("template", "prompt", "tokens", "fault"),
     [
         ("{anwser}", CHAT, 8, "file line 3: teacher.prompt has {anwser}, but there is only {prompt}, {best_sibling}"),
-        ("{answer}", CHAT, 60, "file line 3: for the teacher, a prompt of 7 tokens with teacher.prompt and max_new"),
+        ("{answer}", CHAT, 60, "file line 3: for the teacher, a prompt of 6 tokens with teacher.prompt and max_new"),
         ("{answer}", TokenPrompt("ab", (3, 4)), 8, "a prompt of the data is token ids"),
     ],
 )
@@ -224,5 +231,5 @@ def test_templates_that_the_data_cannot_fill(template: str, prompt: Any, tokens:
 def test_a_teacher_that_does_not_know_the_tokens_is_refused() -> None:
     few, more = (Chat(tiny_tokenizer(words), frozenset({1})) for words in ((), ("more",)))
     check_tokens(few, more, "large")
-    with pytest.raises(ConfigError, match=r"teacher.model: small has another tokenizer .*'more', number 85 .* unknown"):
+    with pytest.raises(ConfigError, match=r"teacher.model: small has another tokenizer .*'more', number 84 .* unknown"):
         check_tokens(more, few, "small")
