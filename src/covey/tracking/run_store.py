@@ -248,6 +248,12 @@ class RunStore:
         """True if the run has a summary."""
         return (self.shared_dir / SUMMARY_FILE).is_file()
 
+    def reopen(self, step: int) -> None:
+        """Make a finished run one that was stopped after its last step, so that it can go on."""
+        self.write_stopped({"state": "stopped", "step": step})
+        with faults_of(self.run_dir / SUMMARY_FILE):
+            (self.run_dir / SUMMARY_FILE).unlink()
+
     def _forget_stop(self) -> None:
         """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""
         path = self.run_dir / STOPPED_FILE
