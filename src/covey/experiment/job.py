@@ -270,7 +270,7 @@ class Job:
                 if builder.has_rollouts:
                     repeated = RepeatedSteps(store.removed, store.rollouts_path, display.note)
                     parts = replace(parts, observers=(*parts.observers, repeated))
-            self._begin_pace(settings, progress, origin, display)
+            self._begin_pace(settings, progress, origin, display, team)
             trackers.begin(builder.tracked(origin["before"]), progress.step)
             with stop_requests(display.note) as stopped:
                 should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
@@ -303,15 +303,14 @@ class Job:
         builder.show(display, summary, finished)
         return summary
 
-    def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display) -> None:
-        """Begin or continue the time budget, if there is one."""
+    def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display, team: Team) -> None:
+        """Begin or continue the time budget, if there is one; every rank calls it."""
         recorded = {step: line[METRIC] for step, line in self.store.removed_metrics.items() if METRIC in line}
-        restart, run_dir = (self.config.schedule_restarts or (0,))[-1], self.store.shared_dir
-        elapsed = progress.seconds or elapsed_after(
-            progress.step, run_dir
-        )  # a run that goes on may get its first budget
+        steps = progress.step, (self.config.schedule_restarts or (0,))[-1]
+        own = [] if team.rank else [elapsed_after(step, self.store.run_dir) for step in steps]
+        elapsed, restarted = exchange_json(team, own)[0]
         evaluations = 2 * sum(one["seconds"] for one in origin["before"])
-        settings.pace.begin(elapsed, evaluations, recorded, elapsed_after(restart, run_dir))
+        settings.pace.begin(progress.seconds or elapsed, evaluations, recorded, restarted)
         display.seconds_budgeted = lambda: settings.pace.seconds_left
         if math.isfinite(left := settings.pace.seconds_left):
             display.note(f"time left for training in the budget: {clock(left)}")

@@ -182,6 +182,8 @@ def _reached(config: Any, name: str, progress: Progress, origin: Origin | None, 
     if name == "token_budget":
         budget = config.token_budget if isinstance(config, RunConfig) else 0
         return f"{progress.decisions:,} tokens are sampled" if budget and progress.decisions >= budget else ""
+    if config.time_budget is None:
+        return ""
     elapsed, before = elapsed_after(progress.step, run_dir), origin["before"] if origin else ()
     available = training_seconds(config.budget_seconds, 2 * sum(one["seconds"] for one in before))
     return f"{elapsed:.0f} s of training are used" if elapsed >= available else ""

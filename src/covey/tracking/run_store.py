@@ -250,9 +250,11 @@ class RunStore:
 
     def reopen(self, step: int) -> None:
         """Make a finished run one that was stopped after its last step, so that it can go on."""
-        self.write_stopped({"state": "stopped", "step": step})
-        with faults_of(self.run_dir / SUMMARY_FILE):
-            (self.run_dir / SUMMARY_FILE).unlink()
+        path = self.run_dir / SUMMARY_FILE
+        with faults_of(path), suppress(ValueError, TypeError):
+            self.write_stopped(json.loads(read_below(self.run_dir, SUMMARY_FILE)) | {"state": "stopped", "step": step})
+        with faults_of(path):
+            path.unlink()
 
     def _forget_stop(self) -> None:
         """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""
