@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 Schedule = Callable[[float], float]  # a float is a place between two steps, in a run with a time budget
@@ -64,7 +63,7 @@ def restarted(
         steps: number of all steps.
         restarts: ascending, below `steps`.
     """
-    parts = [(begin, shape(begin, end)) for begin, end in pairwise((0, *restarts, steps))]
+    parts = [(begin, shape(begin, end)) for begin, end in zip((0, *restarts), (*restarts, steps), strict=True)]
 
     def schedule(step: float) -> Number:
         begin, part = next((one for one in reversed(parts) if step > one[0]), parts[0])
