@@ -282,7 +282,7 @@ def _shared(config: Config) -> Iterator[Fault]:
             f"update.critic_warmup_steps ({update.critic_warmup_steps}) must be below the run's {config.steps} steps, "
             "because only the critic is trained in them: set it lower, or steps higher"
         )
-    restarts = config.schedule_restarts or ()
+    restarts = config.schedule_restarts
     if list(restarts) != sorted({*restarts}) or any(step >= config.steps for step in restarts):
         yield Fault(
             f"schedule_restarts ({', '.join(map(str, restarts))}) must be ascending and below the run's {config.steps} "

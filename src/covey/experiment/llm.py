@@ -232,7 +232,7 @@ class LLMBuilder(ExperimentBuilder):
                 restarted(
                     lambda begin, end: linear_size(first, last, end - begin),
                     config.steps,
-                    config.schedule_restarts or (),
+                    config.schedule_restarts,
                 )
             ),
             mask_truncated=config.loss.mask_truncated,

@@ -106,14 +106,16 @@ def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> list[str]:
         ConfigError: for the first other one.
     """
     began, now, notes = copy.deepcopy(origin["config"]) | {"run_dir": ""}, plain_config(config), []
+    with suppress(ConfigError, TypeError, ValueError, AttributeError):  # a run of an older version has not all fields
+        began = plain_config(config_from_dict(began))
     for name in MEMORY_FIELDS:
         (before, key), (after, _) = _table_of(began, name), _table_of(now, name)
         if key in before and key in after and before[key] != after[key]:
             notes.append(f"{name} was {_value(began, name)} and is {_value(now, name)}: the last bits may differ")
             before[key] = after[key]
     kept = {"trackers": now["trackers"]}  # a resumed run may change them
-    if isinstance(config, RewardModelTraining):  # a run of an older version has not all fields
-        began, kept = plain_config(RewardModelTraining()) | began, kept | {"weights": config.weights}
+    if isinstance(config, RewardModelTraining):
+        kept["weights"] = config.weights
     elif isinstance(config, RunConfig):  # the division of the weights changes no bit
         kept["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
     began |= kept
@@ -169,7 +171,7 @@ def beyond(config: Config, origin: Origin | None, limits: Mapping[str, Any], run
         if reached := _reached(changed, name, progress, origin, run_dir):
             option = f"--{name.rpartition('.')[2].replace('_', '-')}"
             raise ConfigError(f"{name} of the run in {run_dir} is reached already: {reached}; give a higher {option}")
-    return replace(changed, schedule_restarts=(*(config.schedule_restarts or ()), progress.step))
+    return replace(changed, schedule_restarts=(*config.schedule_restarts, progress.step))
 
 
 def _reached(config: Any, name: str, progress: Progress, origin: Origin | None, run_dir: Path) -> str:

@@ -199,7 +199,7 @@ def check_same_data(inputs: dict[str, str], team: Team) -> None:
 
 def build_trainer(
     criterion: Criterion, module: nn.Module, config: SupervisedBase, update: UpdateConfig, steps: int, team: Team,
-    weights: Weights, pace: Pace, restarts: Sequence[int] | None = None,
+    weights: Weights, pace: Pace, restarts: Sequence[int] = (),
 ) -> SupervisedTrainer:  # fmt: skip
     """The trainer of a model.
 

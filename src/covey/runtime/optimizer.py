@@ -290,7 +290,7 @@ FALLING = {"linear": schedules.linear, "cosine": schedules.cosine}
 
 
 def learning_rate_schedule(
-    name: str, peak: float, *, steps: int, warmup_steps: int, restarts: Sequence[int] | None = None
+    name: str, peak: float, *, steps: int, warmup_steps: int, restarts: Sequence[int] = ()
 ) -> schedules.Schedule:
     """The schedule "constant", "linear" or "cosine", which rises to `peak` over the first `warmup_steps`.
 
@@ -302,7 +302,7 @@ def learning_rate_schedule(
     def fall(begin: int, end: int) -> schedules.Schedule:
         return FALLING[name](peak, steps=end - begin, warmup_steps=0 if begin else warmup_steps)
 
-    return schedules.restarted(fall, steps, restarts or ())
+    return schedules.restarted(fall, steps, restarts)
 
 
 LARGEST_REPLICA = 0.7  # of a device's memory; the rest is for activations and for sampling
