@@ -192,7 +192,7 @@ def _reached(config: Any, name: str, progress: Progress, origin: Origin | None, 
 
 
 def elapsed_after(step: int, run_dir: Path) -> float:
-    """The seconds of a training after a step: by the clock of its time budget, else those of its steps."""
+    """The seconds of a training after a step: by the clock of its time budget, else the sum over its steps."""
     lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
     recorded = [line[METRIC] for line in lines[-1:] if METRIC in line]
     return float(recorded[0] if recorded else sum(line.get("time/step", 0.0) for line in lines))

@@ -89,7 +89,7 @@ class Components:
 
     @property
     def entropy_control(self) -> EntropyControl:
-        """That of the policy."""
+        """The policy's."""
         return self.learners[0].entropy_control
 
     def adapt(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
