@@ -282,6 +282,13 @@ def _shared(config: Config) -> Iterator[Fault]:
             f"update.critic_warmup_steps ({update.critic_warmup_steps}) must be below the run's {config.steps} steps, "
             "because only the critic is trained in them: set it lower, or steps higher"
         )
+    restarts = config.schedule_restarts
+    if list(restarts) != sorted({*restarts}) or any(step >= config.steps for step in restarts):
+        yield Fault(
+            f"schedule_restarts ({', '.join(map(str, restarts))}) must be ascending and below the run's {config.steps} "
+            "steps: remove it, or set steps higher",
+            {"schedule_restarts": Default},
+        )
     if loss.adaptive_kl_target is not None and not coefficient:
         yield Fault(
             "loss.adaptive_kl_target is set, but not the coefficient that it adapts: set loss.kl_coefficient above 0 "

@@ -16,6 +16,7 @@ from covey.config.common import (
     check_shards,
     check_trackers,
     config_field,
+    restarts_field,
     table,
 )
 from covey.config.fields import check_fields, command
@@ -215,6 +216,7 @@ class RewardModelTraining(ClusterConfig, RewardModelConfig):
     )
     algorithm: str = config_field(REWARD_MODEL_ALGORITHM, "always reward_model", choices=(REWARD_MODEL_ALGORITHM,))
     steps: int = config_field(0, "optimizer steps, which follow from the data", min=0)
+    schedule_restarts: tuple[int, ...] = restarts_field()
 
 
 def check_training(config: RewardModelConfig) -> None:

@@ -24,6 +24,7 @@ from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
 from covey.core import kl
+from covey.core.schedules import restarted
 from covey.data import ReferenceUpdater, RewardModelUpdater, Team
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
 from covey.experiment.evaluation import HeldOut
@@ -250,7 +251,15 @@ class LLMBuilder(ExperimentBuilder):
             steps=config.steps,
             seed=config.seed,
             starts_per_step=sampling.prompts_per_step,
-            group_size=fixed_size(first) if last is None else pace.over(linear_size(first, last, config.steps)),
+            group_size=fixed_size(first)
+            if last is None
+            else pace.over(
+                restarted(
+                    lambda begin, end: linear_size(first, last, end - begin),
+                    config.steps,
+                    config.schedule_restarts,
+                )
+            ),
             mask_truncated=config.loss.mask_truncated,
             checkpoint_every=config.checkpoint.every,
             iteration_steps=config.iteration.steps or 0,
