@@ -21,7 +21,7 @@ from covey.comparison.compare import read_contestants
 from covey.config import ControlConfig, RunConfig
 from covey.config.recipe import config_from_dict, describe_fields, read_recipe
 from covey.config.rules import validate
-from covey.config.servers import default_token_file, own_token
+from covey.config.servers import VLLM_PYTHON, default_token_file, own_token
 from helpers import size
 from helpers.pages import (
     EXAMPLES,
@@ -40,8 +40,12 @@ BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks_of(page)]
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the files that the page prints. `covey serve` has created the user's access token."""
+    """An empty folder with the files that the page prints and an environment of vLLM, where `covey serve` has created
+    the user's access token."""
     write_files(request.getfixturevalue("page"), tmp_path)
+    python = tmp_path / VLLM_PYTHON
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     own_token(default_token_file())
     monkeypatch.chdir(tmp_path)
