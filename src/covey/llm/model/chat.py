@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -52,7 +53,7 @@ class Chat:
         self.embedded = embedded
         self.config = config
         self._template_options = config.assigned_options
-        self._call_writers: dict[str, bool] = {}
+        self._call_forms: dict[str, str] = {}
 
     @property
     def end_id(self) -> int:
@@ -168,11 +169,14 @@ class Chat:
                 f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
             ) from error
         known = [_for_template(message) for message in messages]
-        if any("tool_calls" in message for message in known) and not self._writes_calls(template):
-            raise ConfigError(
-                "the model's chat template leaves out the tool calls of a message, so the model would not read them: "
-                "write them into the 'content' of the message, or use another model"
-            )
+        if any("tool_calls" in message for message in known):
+            form = self._call_form(template)
+            if not form:
+                raise ConfigError(
+                    "the model's chat template leaves out the tool calls of a message, so the model would not read "
+                    "them: write them into the 'content' of the message, or use another model"
+                )
+            known = _with_text_arguments(known) if form == "text" else known
         try:
             return render(template, known, self._variables, answer_begins=answer_begins, tools=tools)
         except TemplateFailed as error:
@@ -181,17 +185,31 @@ class Chat:
                 "template, or use prompts that are plain strings"
             ) from error
 
-    def _writes_calls(self, template: str) -> bool:
-        """True if a chat template writes the `tool_calls` of messages."""
-        if template not in self._call_writers:
-            call = {"role": "assistant", "content": "", "tool_calls": [ToolCall(MARKER, {}).message()]}
+    def writes_calls(self, tools: Sequence[ToolSchema] = ()) -> bool:
+        """True if the chat template for these tools writes the `tool_calls` of messages."""
+        try:
+            return bool(self._call_form(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)))
+        except ValueError:  # no template
+            return False
+
+    def _call_form(self, template: str) -> str:
+        """How a chat template takes the arguments of `tool_calls`: as an "object", or as its JSON "text", which some
+        templates join with their own text; "" if it leaves calls out.
+        """
+        if template not in self._call_forms:
+            call = {"role": "assistant", "content": "", "tool_calls": [ToolCall(MARKER, {MARKER: MARKER}).message()]}
             messages: list[Message] = [{"role": "user", "content": "u"}, call]
-            try:
-                text = render(template, messages, self._variables, answer_begins=False)
-            except TemplateFailed:
-                text = ""
-            self._call_writers[template] = MARKER in text
-        return self._call_writers[template]
+            forms: dict[str, Sequence[Message]] = {"object": messages, "text": _with_text_arguments(messages)}
+            found = {}
+            for form, given in forms.items():
+                try:
+                    text = render(template, given, self._variables, answer_begins=False)
+                except TemplateFailed:
+                    continue
+                if MARKER in text:
+                    found[form] = text.count(f"'{MARKER}'")  # as Python writes an object
+            self._call_forms[template] = min(found, key=found.__getitem__, default="")
+        return self._call_forms[template]
 
     @property
     def _variables(self) -> dict[str, Any]:
@@ -217,6 +235,19 @@ def _for_template(message: Message) -> dict[str, Any]:
     known.pop("tool_calls", None)
     written = [call.message() | ({} if call.id is None else {"id": call.id}) for call in calls]
     return known | ({"tool_calls": written} if written else {})
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    found = [dict(message) for message in messages]
+    for message in found:
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+            message["tool_calls"] = [
+                {**call, "function": {**function, "arguments": text}}
+                for call, function, text in zip(calls, functions, texts, strict=True)
+            ]
+    return found
 
 
 def _roles(messages: Sequence[Message]) -> str:
