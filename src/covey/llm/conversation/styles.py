@@ -359,7 +359,7 @@ def _has_tool_role(chat: Chat) -> bool:
 
 
 def _alternating(chat: Chat, replies: Sequence[Any]) -> list[Any]:
-    """The replies to a turn; those of the role user are joined if the template refuses two in a row, as Gemma's."""
+    """The replies to a turn; messages of the user are joined if the template refuses two in a row, as Gemma's."""
     if _takes_two_of_the_user(chat):
         return list(replies)
     found: list[Any] = []

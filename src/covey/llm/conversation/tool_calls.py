@@ -52,7 +52,7 @@ class ToolCall:
         return {"role": "tool", "name": self.name, "tool_call_id": self.numbered(0).id, "content": content}
 
     def numbered(self, number: int) -> ToolCall:
-        """The call with an identifier that every template accepts: its own, or that of its place in a turn."""
+        """The call with an identifier that every template accepts: its own, or one for its place in a turn."""
         return self if self.id and _VALID_ID.fullmatch(self.id) else replace(self, id=f"{number:09}")
 
 
