@@ -185,6 +185,9 @@ FAMILIES = {
     "gemma4": _QUOTED.replace("QUOTE", '<|"|>') + _framed(_each("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>")),
     "functiongemma": _QUOTED.replace("QUOTE", "<escape>")
     + _framed(_each("<start_function_call>call:{{ f.name }}{{ value(f.arguments) }}<end_function_call>")),
+    "cohere1": _framed(
+        "Action: ```json\n[" + _each('{"tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', ",\n") + "]\n```"
+    ),
     "nemotron": _framed("<TOOLCALL>[" + _each(_NAMED, ", ") + "]</TOOLCALL>"),
     "granite3": _framed("<|tool_call|>[" + _each(_NAMED, ", ") + "]"),
     "phi4": _framed("<|tool_call|>[" + _each(_NAMED, ", ") + "]<|/tool_call|>"),

@@ -104,7 +104,8 @@ class ConversationEncoder:
         common = _common(beginning, whole)
         if common != beginning:
             common = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", common)  # two marks may begin alike
-        return str(self.chat.tokenizer.decode(list(self._with_end(self.chat.encode_text(whole[len(common) :]))[:-1])))
+        ids = self._with_end(self.chat.encode_text(whole[len(common) :]), beginning)
+        return str(self.chat.tokenizer.decode(list(ids[:-1])))
 
     def turn(self, message: Message) -> tuple[int, ...]:
         """Token ids of a given turn of the model as it would write it, with the end token.
@@ -125,12 +126,16 @@ class ConversationEncoder:
             text = str(message["content"]) + self._after_marker(marked)
         together, before = self.chat.encode_text(beginning + text), self.chat.encode_text(beginning)
         joined = together[: len(before)] == before
-        return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text))
+        return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text), beginning)
 
-    def _with_end(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The turn up to its last end token, if only white space follows it; otherwise an end token is appended."""
+    def _with_end(self, ids: Sequence[int], beginning: str) -> tuple[int, ...]:
+        """The turn up to its last end token, if only white space follows it, or the beginning of another answer, which
+        some templates always write; otherwise an end token is appended.
+        """
         last = max((place for place, id in enumerate(ids) if id in self.chat.end_ids), default=None)
-        if last is not None and not str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip():
+        if last is not None and beginning.rstrip().endswith(
+            str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip()
+        ):
             return tuple(ids[: last + 1])
         return (*ids, self.chat.end_id)
 

@@ -184,8 +184,9 @@ def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
 @lru_cache(maxsize=8)
 def _format_of(chat: Chat, template: str) -> CallFormat:
     if not chat.writes_calls():
-        known = (each for each in FORMATS.values() if each.marks and all(mark in template for mark in each.marks))
-        return next(known, FORMATS["fenced"])
+        known = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
+        found = max(known, key=lambda each: len(each.marks))
+        return found if found.marks else FORMATS["fenced"]
     texts = []
     for ids in ((None, None), ("functions.coveytool:0", "functions.coveytwo:1")):
         written = []

@@ -491,8 +491,10 @@ class Format:
     @cached_property
     def end_mark(self) -> re.Pattern[str]:
         """The last mark of a call; what follows if it has none: the next call, or the end of the turn."""
-        marks = _MARK.findall(_FIELD.split(self.call)[-1])
-        return re.compile(re.escape(marks[-1]) if marks else rf"(?={self.first_mark.pattern})|\Z", re.MULTILINE)
+        marks = _MARK.findall(_FIELD.split(self.call)[-1].lstrip("]"))  # of a list in Python, which is read with it
+        whole = self.first.startswith(r"\A")
+        nothing = r"(?:<\|python_end\|>)?\Z" if whole else rf"(?={self.first_mark.pattern})|\Z"
+        return re.compile(re.escape(marks[-1]) if marks else nothing, re.MULTILINE)
 
     @cached_property
     def ends_itself(self) -> bool:
@@ -502,7 +504,8 @@ class Format:
     @cached_property
     def separator(self) -> re.Pattern[str] | None:
         """What may stand between several {object}; None: they have marks."""
-        return re.compile(re.escape(self.between.strip())) if self.between.strip() and self.turn == "{}" else None
+        mark = self.between.strip()
+        return re.compile(re.escape(mark) + r"|(?=\{)") if mark and self.turn == "{}" else None
 
     @cached_property
     def forms(self) -> tuple[_Form, ...]:
@@ -562,7 +565,10 @@ FORMATS = {
             "hy3", "<tool_call>{name}<tool_sep>\n{xml}</tool_call>", "<tool_calls>\n{}\n</tool_calls>",
             argument=_GLM,
         ),
-        Format("hunyuan", "<tool_call>{name}\n```json\n{json}\n```</tool_call>", "<tool_calls>{}</tool_calls>"),
+        Format(
+            "hunyuan", "<tool_call>{name}\n```json\n{json}\n```</tool_call>", "<tool_calls>{}</tool_calls>",
+            also=("<tool_call>function<tool_sep>{name}\n```json\n{json}\n```</tool_call>",),
+        ),
         Format("hermes", "<tool_call>\n{object}\n</tool_call>"),
         Format(
             "seed", "<seed:tool_call>\n<function={name}>\n{xml}</function>\n</seed:tool_call>",
@@ -615,6 +621,9 @@ FORMATS = {
             "functiongemma", "<start_function_call>call:{name}{quoted}<end_function_call>", between="",
             quote="<escape>",
         ),
+        Format(
+            "cohere1", "Action: ```json\n{objects}\n```", keys=("tool_name", "parameters"), first=r"Action:\s*```json"
+        ),
         Format("nemotron", "<TOOLCALL>{objects}</TOOLCALL>"),
         Format("granite3", "<|tool_call|>{objects}"),
         Format("phi4", "<|tool_call|>{objects}<|/tool_call|>"),
@@ -634,7 +643,7 @@ FORMATS = {
         ),
         Format(
             "llama3", "{object}", between="; ", keys=("name", "parameters"),
-            first=rf"\A\s*+(?:<\|python_tag\|>)?\s*+(?={_LLAMA_KEYS})|<\|python_tag\|>",
+            first=rf"\A\s*+(?:<\|python_(?:tag|start|end)\|>\s*+)*+(?={_LLAMA_KEYS})|<\|python_tag\|>",
         ),
         Format("json_list", "{objects}", first=rf"\A\s*+(?=\[\s*+{_LLAMA_KEYS})"),
         Format(
