@@ -92,6 +92,15 @@ def test_a_call_that_a_limit_cuts_is_not_another_call(name: str) -> None:
         assert calls == whole[: len(calls)], text[:cut]
 
 
+def test_a_template_that_always_begins_an_answer_is_understood() -> None:
+    """As Cohere's: the beginning of the next answer is not a part of the turn before."""
+    chat, begins = chat_with("cohere"), "<|im_start|>assistant\n"
+    chat.tokenizer.chat_template = FAMILIES["cohere"].rpartition("{% if add")[0] + f"{{{{ {begins!r} }}}}"
+    assert call_format(chat, [TOOL]).name == "cohere"
+    text = ConversationEncoder(chat).own_text(turn_of([SUM]))
+    assert (read(chat, text), begins in text) == ([SUM], False)
+
+
 UNREADABLE = FAMILIES["hermes"].replace("<tool_call>", "<<CALL>>").replace("</tool_call>", "<</CALL>>")
 DECLARED = {
     "defaults": {"role": "assistant"},
