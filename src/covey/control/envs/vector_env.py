@@ -21,6 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from covey.config import ConfigError, EnvironmentConfig
+from covey.config.machine import may_fork
 from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.isolated import IsolatedVectorEnv
@@ -213,7 +214,7 @@ def make_environments(
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
             return Environments(BatchedCartPole(count, limit), config)
-        if config.vectorization == "auto" and not known:
+        if config.vectorization == "auto" and not known and may_fork():
             isolated = IsolatedVectorEnv(make_all, config.id, config.timeout_seconds)
             if not copies_states or isolated.copies_states():
                 return Environments(isolated, config)
