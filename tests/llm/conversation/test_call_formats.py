@@ -101,6 +101,16 @@ def test_a_template_that_always_begins_an_answer_is_understood() -> None:
     assert (read(chat, text), begins in text) == ([SUM], False)
 
 
+def test_all_of_a_conversation_with_tools_is_written_by_the_template_for_tools() -> None:
+    chat = chat_with("smollm")
+    chat.tokenizer.chat_template = {"default": TEMPLATES["smollm"], "tool_use": FAMILIES["minimax"]}
+    style = Style(chat, "tools", [TOOL])
+    encoder = ConversationEncoder(style.chat)
+    assert (style.format.name, Style(chat, "step").chat) == ("minimax", chat)
+    assert read(chat, encoder.own_text(turn_of([SUM]))) == [SUM]
+    assert "Adds." in style.chat.tokenizer.decode(style.encode([USER]))
+
+
 UNREADABLE = FAMILIES["hermes"].replace("<tool_call>", "<<CALL>>").replace("</tool_call>", "<</CALL>>")
 DECLARED = {
     "defaults": {"role": "assistant"},

@@ -198,7 +198,6 @@ def test_variants_of_a_call(format: str, written: str) -> None:
         ("lfm2", "<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "an argument is not a value"),
         ("olmo3", "<function_calls>add(a=1</function_calls>", "it is not a call as in Python: "),
         ("olmo3", "<function_calls>x = add(a=1)</function_calls>", "it is not a call as in Python"),
-        ("olmo3", "<function_calls></function_calls>", "it is not a call as in Python"),
         ("gemma4", "<|tool_call>call:add{a:x y}<tool_call|>", "its arguments cannot be read"),
         ("qwen_xml", "<tool_call>add</tool_call>", "it has no <function=NAME>"),
         ("qwen_xml", "<tool_call><function=add><parameter=a>1</tool_call>", "it has no </function>"),

@@ -58,10 +58,10 @@ class Style:
     """
 
     def __init__(self, chat: Chat, kind: str, tools: Sequence[Tool] = ()) -> None:
-        self.chat, self.kind, self.tools = chat, kind, tools
-        self.format = call_format(chat, tools)
+        self.chat, self.kind, self.tools = chat.for_tools if tools else chat, kind, tools
+        self.format = call_format(self.chat, tools)
         self._reads_calls = kind == "tools" or bool(tools)
-        of_calls = [str(reply_message(chat, ToolCall("t", {}), "")["role"])] if self._reads_calls else []
+        of_calls = [str(reply_message(self.chat, ToolCall("t", {}), "")["role"])] if self._reads_calls else []
         roles = of_calls if kind == "tools" else ["user", *of_calls]
         self.reply_roles = tuple(dict.fromkeys(roles))
 
@@ -183,7 +183,7 @@ def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
 
 @lru_cache(maxsize=8)
 def _format_of(chat: Chat, template: str) -> CallFormat:
-    if not chat.writes_calls():
+    if not chat.writes_calls(template):
         known = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
         found = max(known, key=lambda each: len(each.marks))
         return found if found.marks else FORMATS["fenced"]
@@ -426,7 +426,8 @@ class GivenTurns:
     """
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Tool] = ()) -> None:
-        self.encoder, self.style = encoder, Style(encoder.chat, "tools", tools)
+        self.style = Style(encoder.chat, "tools", tools)
+        self.encoder = encoder if self.style.chat is encoder.chat else _encoder(self.style.chat)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the messages before the first turn."""

@@ -185,7 +185,7 @@ class _Reader:
 
     def end_of_thinking(self) -> int:
         """The place behind the first end of thinking that is not part of a call; 0 if there is none."""
-        mark = re.compile("|".join(re.escape(last) for _, last in (self.format.thinking, THINK)))
+        mark = self.format.thought_end
         found = mark.search(self.text)
         for first, after in self.spans:
             if found and first <= found.start() < after:
@@ -299,13 +299,15 @@ class _Reader:
     def _take_python(self) -> list[ToolCall]:
         """Calls of Python up to the end mark, or to the end of the text."""
         reason: CannotRead | None = None
-        ends = [found.start() for found in islice(self.format.end_mark.finditer(self.text, self.place), MOST_ENDS)]
+        marks = re.compile(f"{self.format.thought_end.pattern}|{self.format.end_mark.pattern}", re.MULTILINE)
+        ends = [found.start() for found in islice(marks.finditer(self.text, self.place), MOST_ENDS)]
         for end in [*ends, len(self.text)]:
             try:
                 calls = _python_calls(self.text[self.place : end])
             except CannotRead as error:
                 reason = reason or error
             else:
+                self.spans.append((self.place, end))
                 self.place = end
                 return calls
         raise reason or CannotRead("it has no call")
@@ -495,6 +497,10 @@ class Format:
         whole = self.first.startswith(r"\A")
         nothing = r"(?:<\|python_end\|>)?\Z" if whole else rf"(?={self.first_mark.pattern})|\Z"
         return re.compile(re.escape(marks[-1]) if marks else nothing, re.MULTILINE)
+
+    @cached_property
+    def thought_end(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(last) for _, last in (self.thinking, THINK)))
 
     @cached_property
     def ends_itself(self) -> bool:

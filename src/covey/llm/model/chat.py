@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -64,6 +65,16 @@ class Chat:
     def with_config(self, config: ChatConfig) -> Chat:
         """The same model's chat with a system prompt, examples and switches of the template."""
         return Chat(self.tokenizer, self.end_ids, self.embedded, config)
+
+    @cached_property
+    def for_tools(self) -> Chat:
+        """The chat of conversations with tools, of which all is written by the template `tool_use`, if there is one."""
+        templates = self.tokenizer.chat_template
+        if not isinstance(templates, dict) or "tool_use" not in templates:
+            return self
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = templates["tool_use"]
+        return Chat(tokenizer, self.end_ids, self.embedded, self.config)
 
     def encode(self, prompt: str | Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
@@ -185,12 +196,9 @@ class Chat:
                 "template, or use prompts that are plain strings"
             ) from error
 
-    def writes_calls(self, tools: Sequence[ToolSchema] = ()) -> bool:
-        """True if the chat template for these tools writes the `tool_calls` of messages."""
-        try:
-            return bool(self._call_form(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)))
-        except ValueError:  # no template
-            return False
+    def writes_calls(self, template: str) -> bool:
+        """True if a chat template writes the `tool_calls` of messages."""
+        return bool(self._call_form(template))
 
     def _call_form(self, template: str) -> str:
         """How a chat template takes the arguments of `tool_calls`: as an "object", or as its JSON "text", which some
