@@ -162,7 +162,7 @@ class ConversationEncoder:
         found: set[int] = set()
         for turn in (PLAIN_TURN, call):
             try:
-                after = self._after_marker(self.chat.render([QUESTION, turn], answer_begins=False))
+                after = self._end_of_last(turn)
             except ConfigError:
                 continue
             found.update([id for id in self.chat.encode_text(after) if id in self.chat.end_ids][:1])
@@ -229,12 +229,10 @@ class ConversationEncoder:
 
     def _text_after_calls(self, turn: Message, replies: Sequence[Message]) -> str:
         """The text from the end of the turn on, whose calls have the marker."""
-        key = json.dumps(turn)
-        if key not in self._last_turns:
-            if len(self._last_turns) > 1000:
-                self._last_turns.clear()
-            self._last_turns[key] = self._after_marker(self.chat.render([QUESTION, turn], answer_begins=False))
-        last, text = self._last_turns[key], self._after_marker(self.chat.render([QUESTION, turn, *replies]))
+        last, text = self._end_of_last(turn), self._after_marker(self.chat.render([QUESTION, turn, *replies]))
+        of_calls = last.removesuffix(self._end_of_last(PLAIN_TURN))
+        if text.startswith(of_calls) and last.endswith(self._end_of_last(PLAIN_TURN)):
+            return text[len(of_calls) :]
         common = _common(last, text)
         ends = [
             common.find(self._plain.texts[id]) for id in self._own_ends if self._plain.texts.get(id, TURN) in common
@@ -245,6 +243,15 @@ class ConversationEncoder:
             if control.start() < len(common) < control.end():  # two control tokens begin alike
                 common = common[: control.start()]
         return text[len(common) :]
+
+    def _end_of_last(self, turn: Message) -> str:
+        """The text after the marker of a turn that is the last message."""
+        key = json.dumps(turn)
+        if key not in self._last_turns:
+            if len(self._last_turns) > 1000:  # identifiers of tool calls differ
+                self._last_turns.clear()
+            self._last_turns[key] = self._after_marker(self.chat.render([QUESTION, turn], answer_begins=False))
+        return self._last_turns[key]
 
     def _after_marker(self, text: str) -> str:
         _, marker, after = text.partition(TURN)
