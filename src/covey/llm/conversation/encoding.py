@@ -104,7 +104,8 @@ class ConversationEncoder:
         common = _common(beginning, whole)
         if common != beginning:
             common = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", common)  # two marks may begin alike
-        ids = self._with_end(self.chat.encode_text(whole[len(common) :]), beginning)
+        text = whole[len(common) :].removesuffix(self._end_of_last(PLAIN_TURN))
+        ids = self._with_end(self.chat.encode_text(text), beginning)
         return str(self.chat.tokenizer.decode(list(ids[:-1])))
 
     def turn(self, message: Message) -> tuple[int, ...]:
