@@ -38,14 +38,14 @@ class GraphedStep:
     Python's garbage collector finds the cycle.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        """`pool`: memory that is shared with other graphs, none of which may run at the same time; None: its own."""
+        self._device, self._pool = device, pool
         # Not known before the first call, which also loads the kernels.
         self.can_be_captured: bool | None = None if device.type == "cuda" else False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
         self._is_current = False
-        self._pool: Any = None
 
     def reset(self) -> None:
         """Have the graph captured again, because tensors were replaced."""

@@ -101,7 +101,7 @@ def predict(
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
-    fused = size.has_kernels and has_kernels
+    fused = has_kernels and size.kernels_on(device)
     activations = activation_bytes(
         size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
     )
@@ -296,7 +296,7 @@ def _sampling(
     if native and device == "cuda":
         keys_and_values = on_gpu.keys_and_values(rows, config.rollout_limit, prompts, prompt_tokens)
         prefill, logits = on_gpu.prefill(prompts, prompt_tokens), on_gpu.step(rows)
-        copies = on_gpu.copies(math.inf if room is None else room - keys_and_values)
+        copies = on_gpu.copies(math.inf if room is None else room)
     else:
         shape = token, rows, config.rollout_limit, prompts, prompt_tokens
         copies, prefill = decoder.copy_bytes(size.prepacked_parameters, width, device), 0
