@@ -51,7 +51,7 @@ def gradients(policy: LanguagePolicy):
     ]
     groups = [Group(Start(n, "x"), rollouts[2 * n : 2 * n + 2]) for n in range(2)]
     output = policy.evaluate(collate(groups))
-    weights = torch.linspace(-1, 1, output.logprobs_BT.numel()).view_as(output.logprobs_BT)
+    weights = torch.linspace(-1, 1, output.logprobs_BT.numel(), device=policy.device).view_as(output.logprobs_BT)
     (output.logprobs_BT * weights + 0.3 * output.entropy_BT).sum().backward()
     return output.logprobs_BT, {name: parameter.grad for name, parameter in policy.module.named_parameters()}
 

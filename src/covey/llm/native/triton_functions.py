@@ -173,12 +173,8 @@ def attend(
     top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     attended = tl.zeros([TILE, WIDTH], tl.float32)
-    token, end, last, skipped = (
-        first,
-        tl.minimum(begin + TILE, length),
-        place,
-        before,
-    )  # last: the last key of each query
+    token, end, skipped = first, tl.minimum(begin + TILE, length), before
+    last = place  # the last key of each query
     while sequence >= 0:
         for start in range(first_seen(before + begin - skipped, TILE, WINDOW), end, TILE):
             column = start + tl.arange(0, TILE)
@@ -410,21 +406,9 @@ def attend_own(
     length = tl.load(decoded + row) + 1
     share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
     begin, end = part * share, tl.minimum((part + 1) * share, length)
+    asking = length - 1 + tl.zeros([QUERIES], tl.int32)
     attended, log_total = attend_part(
-        q,
-        length - 1 + tl.zeros([QUERIES], tl.int32),
-        own_keys + own,
-        own_values + own,
-        begin,
-        end,
-        scaling,
-        QUERIES,
-        D,
-        TILE,
-        WIDTH,
-        EXACT,
-        WINDOW,
-        CAP,
+        q, asking, own_keys + own, own_values + own, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW, CAP
     )
     store_part(
         attended, log_total, parts, logsumexp, prompt_parts + part, tl.num_programs(0), row, head, inside,
