@@ -60,6 +60,15 @@ def test_no_name_is_used_twice():
 class TestMutants:
     """`make mutants` runs them."""
 
+    def test_a_test_that_is_too_slow_has_a_status_of_its_own(self, tmp_path):
+        (tmp_path / "test_it.py").write_text("import time\ndef test_it():\n    time.sleep(60)\n")
+        program = "import pathlib, pytest; from helpers.mutants import *; " + (
+            "raise SystemExit(pytest.main(['--timeout=1', '.'], plugins=[FailedTests(pathlib.Path('failed'))]))"
+        )
+        environment = os.environ | {"PYTHONPATH": str(mutants.TESTS)}
+        ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=False)
+        assert ended.returncode == mutants.TIMED_OUT
+
     def test_the_tests_that_failed_pass_on_an_unchanged_copy(self, folder, statuses):
         copies = [name for name in statuses if name.startswith(mutants.UNCHANGED)]
         assert copies

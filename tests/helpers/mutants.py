@@ -2,7 +2,9 @@
 
 A mutant is one change of text in a copy of the package. `python mutants.py FOLDER [NAME ...]` makes the copies in
 FOLDER, runs each mutant's tests on it until one fails, and prints a JSON object with the `Outcome` of each. The tests
-that failed then run on unchanged copies, where they must pass. If a test failed, the mutant's copy is removed. `make
+that failed then run on unchanged copies, where they must pass. A test that was too slow may hang or wait for the
+processor: its mutant's tests are timed on an unchanged copy and repeated, each with a multiple of that time, and a
+second time-out is a failure. If a test failed, the mutant's copy is removed. `make
 mutants` runs all of them; `make test` only checks that each text occurs exactly once. Each runs in a fork of a process
 that has imported all other packages, and its copy has the bytecode of the files that the mutant leaves unchanged,
 because imports take longer than most of the tests. Some tests wait, so one more runs at a time than there are
@@ -44,8 +46,11 @@ PARTS = 8  # of the tests on unchanged copies
 CPU_INFO = Path("/proc/cpuinfo")
 
 # A mutant must be noticed by the explicit examples of a property: which ones hypothesis makes is chance.
-OPTIONS = ["-x", "--tb=line", "--timeout=120", "--hypothesis-profile=explicit"]
-PATIENT = "--timeout=400"  # without a mutant, where nothing hangs: on a busy machine some tests take a minute
+OPTIONS = ["-x", "--tb=line", "--hypothesis-profile=explicit"]
+SECONDS = 120.0  # of a test on a mutant, where it may hang
+PATIENT_SECONDS = 400.0  # without a mutant, where nothing hangs: on a busy machine some tests take a minute
+SLOWER = 5  # one test takes that many times as long as all of its mutant on an unchanged copy: it hangs
+TIMED_OUT = 98  # exit status, instead of pytest's 1
 
 # Makes pytest, hypothesis and torch import what they import on first use.
 WARM_UP = """
@@ -82,22 +87,37 @@ class Mutant(NamedTuple):
 class Outcome(NamedTuple):
     """How the tests of a mutant ended."""
 
-    status: int  # pytest's exit status (1: a test failed), or minus the signal that ended the process
+    status: int  # pytest's exit status (1: a test failed), TIMED_OUT, or minus the signal that ended the process
     seconds: float
     mib: int  # peak memory
     failed: list[str]  # tests, each as file::name below the folder of the tests
 
 
+class Job(NamedTuple):
+    """Tests on a copy of the packages."""
+
+    name: str  # of the copy
+    mutant: Mutant | None
+    tests: list[str]
+    seconds: float = SECONDS  # of each test
+
+
 class FailedTests:
-    """A plugin of pytest that writes the names of failed tests to a file, one per line."""
+    """A plugin of pytest that writes the names of failed tests to a file, one per line, and tells those that were too
+    slow by the exit status."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
+        self.file, self.timed_out = file, False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
+            self.timed_out |= "from pytest-timeout" in report.longreprtext
             with self.file.open("a") as file:
                 file.write(report.nodeid.removeprefix(f"{TESTS.name}/") + "\n")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.timed_out:
+            session.exitstatus = TIMED_OUT
 
 
 def _runs_here(cpu: str) -> bool:
@@ -217,10 +237,12 @@ def main(root: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     source = import_packages(root, {name for mutant in mutants for name in mutant.tests})
-    outcomes = run_all(root, source, [(mutant.name, mutant, mutant.tests) for mutant in mutants])
+    outcomes = run_all(root, source, [Job(mutant.name, mutant, mutant.tests) for mutant in mutants])
+    outcomes |= repeat_slow(root, source, mutants, outcomes)
     # A mutant that crashed has no failed test.
     noticed = {name for mutant in mutants for name in (outcomes[mutant.name].failed or mutant.tests)}
-    outcomes |= run_all(root, source, [(f"{UNCHANGED}_{i}", None, part) for i, part in enumerate(in_parts(noticed))])
+    parts = enumerate(in_parts(noticed))
+    outcomes |= run_all(root, source, [Job(f"{UNCHANGED}_{i}", None, part, PATIENT_SECONDS) for i, part in parts])
     print(json.dumps({name: outcome._asdict() for name, outcome in outcomes.items()}))
 
 
@@ -231,9 +253,17 @@ def in_parts(tests: set[str]) -> list[list[str]]:
     return [sorted(name for name in tests if name.partition("::")[0] in some) for some in chosen if some]
 
 
-def run_all(root: Path, source: Path, jobs: Sequence[tuple[str, Mutant | None, list[str]]]) -> dict[str, Outcome]:
-    """Run tests on copies of the packages of `source`, in the folder `root`: a job is the name of a copy, its mutant,
-    and tests."""
+def repeat_slow(root: Path, source: Path, mutants: list[Mutant], outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """New outcomes of the mutants with a test that was too slow, and those of their tests on unchanged copies."""
+    slow = {f"{UNCHANGED}_{mutant.name}": mutant for mutant in mutants if outcomes[mutant.name].status == TIMED_OUT}
+    timed = run_all(root, source, [Job(copy, None, m.tests, PATIENT_SECONDS) for copy, m in slow.items()])
+    limits = {copy: max(SECONDS, SLOWER * timed[copy].seconds) for copy in slow}
+    again = run_all(root, source, [Job(m.name, m, m.tests, limits[copy]) for copy, m in slow.items()])
+    return timed | {name: end._replace(status=1) if end.status == TIMED_OUT else end for name, end in again.items()}
+
+
+def run_all(root: Path, source: Path, jobs: Sequence[Job]) -> dict[str, Outcome]:
+    """Run tests on copies of the packages of `source`, in the folder `root`."""
     outcomes: dict[str, Outcome] = {}
     running: dict[int, tuple[str, float]] = {}
 
@@ -243,16 +273,16 @@ def run_all(root: Path, source: Path, jobs: Sequence[tuple[str, Mutant | None, l
         code, failed = os.waitstatus_to_exitcode(status), root / name / FAILED
         names = failed.read_text().splitlines() if failed.exists() else []
         outcomes[name] = Outcome(code, round(time.monotonic() - started, 1), usage.ru_maxrss >> 10, names)
-        if code == 1 and not name.startswith(UNCHANGED):
+        if code in (1, TIMED_OUT) and not name.startswith(UNCHANGED):
             shutil.rmtree(root / name, ignore_errors=True)  # hundreds of copies would fill a small disk
 
-    for name, mutant, tests in jobs:
+    for name, mutant, tests, seconds in jobs:
         copy_packages(source, root / name, mutant)
         if len(running) == AT_ONCE:
             wait_for_one()
         compiles = mutant is not None and not mutant.file.endswith(".py")
-        options = () if mutant else (PATIENT,)
-        running[start(root / name, tests, *options, compiles=compiles)] = (name, time.monotonic())
+        process = start(root / name, tests, f"--timeout={seconds:.0f}", compiles=compiles)
+        running[process] = (name, time.monotonic())
     while running:
         wait_for_one()
     return outcomes

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -646,6 +647,26 @@ def test_a_worker_that_was_killed_is_started_again_and_its_programs_are_not_judg
         assert another.run_script("print(2)", b"", 100) == b"2\n"
     assert processes_left() == []
     sandbox.sessions.close()
+
+
+def test_ctrl_c_while_a_sandbox_starts_leaves_no_process() -> None:
+    sandbox = replace(no_sandbox(), command=[sys.executable, "-c", "import time; time.sleep(1000)  # never ready"])
+    started: set[int] = set()
+
+    def interrupt() -> None:
+        while not any("never ready" in words for words in processes_left(0.0)):
+            time.sleep(0.01)
+        started.update(process for worker in set(workers()) - before for process in descendants(worker))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before, thread = set(workers()), threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Session(sandbox, LIMITS)
+    thread.join()
+    assert started
+    sandbox.sessions.close()
+    assert not any(map(is_running, started))
 
 
 @pytest.mark.slow

@@ -185,6 +185,9 @@ class Session:
             reply = asked.result()
         except (CallError, InvalidResult) as error:
             raise SandboxFailure(str(error)) from None
+        except BaseException:  # Ctrl-C: the reply is still to come, so `close` cannot ask for the end
+            self._program.failed = "the run was interrupted"
+            raise
         if "fault" in reply:
             fault = (TimeLimit if reply["late"] else ProgramFault)(reply["fault"])
             fault.printed = base64.b64decode(reply["printed"])
