@@ -83,7 +83,7 @@ def compile_all(kernels: TritonKernels) -> None:
     kernels.sample_tokens(x, scales.double(), 0.7)
     kernels.logprob_entropy(x, tokens, 0.7, (scales, scales, scales))
     kernels.logit_gradients(x, tokens, scales, scales, scales, scales, 0.7, 0)
-    plain, limited = AttentionRule(0.1), AttentionRule(0.1, window=512, cap=50.0)
+    plain, limited = AttentionRule(0.1), AttentionRule(0.1, window=512)
     for *shape, rule in ((14, 2, 64, plain), (12, 2, 128, plain), (8, 4, 256, plain), (8, 4, 256, limited)):
         attend(kernels, *shape, rule)
 

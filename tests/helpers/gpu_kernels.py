@@ -43,7 +43,7 @@ class PlainKernels:
 
     @torch.enable_grad()
     def prefix_attention(self, sequences_S3: Tensor, width: int, rule: AttentionRule, **tensors: Tensor) -> None:
-        if not (rule.window or rule.cap):
+        if not rule.window:
             self.of_cpu.prefix_attention(sequences_S3, width, rule, **tensors)
             return
         rows, layout = sequences_S3.tolist(), PackedLayout([[0] * len(tensors["query"])])
@@ -54,7 +54,7 @@ class PlainKernels:
         inputs = [tensors[name].detach().requires_grad_() for name in ("query", "key", "value")]
         query, key, value = (x.unflatten(1, (-1, width)).transpose(0, 1) for x in inputs)
         query, key = (x * tensors["cosine"] + rotate_half(x) * tensors["sine"] for x in (query, key))
-        out = layout.attend_by_scores(0, query, key, value, rule.scaling, rule.window, rule.cap).flatten(1)
+        out = layout.attend_by_scores(0, query, key, value, rule.scaling, rule.window).flatten(1)
         tensors["out"].copy_(out.detach())
         if "dout" in tensors:
             gradients = torch.autograd.grad(out, inputs, tensors["dout"])
@@ -84,7 +84,6 @@ class PlainKernels:
                 x[:, -(rule.window or x.shape[1]) :].repeat_interleave(heads // kv_heads, 0) for x in (keys, values)
             )
             scores = query[row][:, None] @ keys.transpose(1, 2) * rule.scaling
-            scores = rule.cap * (scores / rule.cap).tanh() if rule.cap else scores
             out[row] = (scores.softmax(2) @ values)[:, 0]
         return out.flatten(1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
@@ -29,7 +29,6 @@ class Family:
     after_mlp: str | None = None
     offset: float = 0.0  # a norm multiplies by offset + weight
     has_window: bool = False  # every layer has the window of the config; else those that name one
-    caps_scores: bool = False
 
 
 _GEMMA = Family(
@@ -44,8 +43,7 @@ FAMILIES = {
     **dict.fromkeys(("mistral", "phi3"), Family(has_window=True)),
     **dict.fromkeys(("olmo2", "olmo3"), _AFTER),
     "gemma": Family(offset=1.0),
-    "gemma2": replace(_GEMMA, caps_scores=True),
-    "gemma3_text": _GEMMA,
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
 }
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # of the gate; True: GELU
 PARTS = ("embed_tokens", "rotary_emb", "layers", "norm")  # of the decoder that kernels compute
@@ -55,8 +53,7 @@ class Feature(StrEnum):
     """What a layer or a model has and Llama has not."""
 
     WINDOW = "attention to a window"
-    CAPPED = "capped attention scores"
-    CAPPED_LOGITS = "capped logits"
+    CAPPED = "capped attention scores or logits"
     GELU = "GELU"
     OFFSET = "norms that multiply by 1 + weight"
     AFTER = "norms after attention and MLP"
@@ -66,7 +63,7 @@ class Feature(StrEnum):
     ANGLES = "several rotary embeddings"
 
 
-GPU_FEATURES = frozenset(Feature) - {Feature.CAPPED_LOGITS}  # that the kernels for GPUs compute
+GPU_FEATURES = frozenset(Feature) - {Feature.CAPPED}  # that the kernels for GPUs compute
 
 
 def is_llama_like(module: PreTrainedModel) -> bool:
@@ -103,8 +100,7 @@ def features_of(module: PreTrainedModel) -> frozenset[Feature]:
     head_width = Heads.of(module).width
     found = {
         Feature.WINDOW: any(layer.rule.window for layer in layers),
-        Feature.CAPPED: any(layer.rule.cap for layer in layers),
-        Feature.CAPPED_LOGITS: bool(getattr(config, "final_logit_softcapping", None)),
+        Feature.CAPPED: any(getattr(config, f"{kind}_logit_softcapping", None) for kind in ("attn", "final")),
         Feature.GELU: any(layer.is_gelu for layer in layers),
         Feature.OFFSET: bool(FAMILIES[config.model_type].offset),
         Feature.AFTER: any(layer.attention_norm is not None for layer in layers),
@@ -225,7 +221,6 @@ class AttentionRule:
 
     scaling: float  # of the scores
     window: int = 0  # a token attends to the last tokens, so many with itself; 0: to all
-    cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     rotates: bool = True  # by rotary embeddings
     angles: str = ""  # which ones, if the model has several
 
@@ -234,11 +229,10 @@ class AttentionRule:
         """That of one of transformers' attention modules."""
         config, family = attention.config, FAMILIES[attention.config.model_type]
         window = config.sliding_window if family.has_window else getattr(attention, "sliding_window", None)
-        cap = attention.attn_logit_softcapping if family.caps_scores else None
         if window and window >= (position_limit(config) or sys.maxsize):
             window = None
         kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None) or ""
-        return cls(attention.scaling, window or 0, cap or 0.0, bool(getattr(attention, "use_rope", True)), kind)
+        return cls(attention.scaling, window or 0, bool(getattr(attention, "use_rope", True)), kind)
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,13 @@ IMPLEMENTATION = "covey"
 SCORES_LIMIT = 8 << 20
 
 
-# Whether attention with a window or a cap writes out all scores: in a trial of a model that kernels compute later.
+# Whether attention with a window writes out all scores: in a trial of a model that kernels compute later.
 _ALL_SCORES: ContextVar[bool] = ContextVar("all_scores", default=False)
 
 
 @contextmanager
 def all_scores(wanted: bool) -> Iterator[None]:
-    """Context manager in which packed rows may have attention with a window or a cap, if `wanted`."""
+    """Context manager in which packed rows may have attention with a window, if `wanted`."""
     token = _ALL_SCORES.set(wanted)
     try:
         yield
@@ -77,8 +77,8 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if (window or cap) and _ALL_SCORES.get() and isinstance(layout, PackedLayout):
-        return layout.attend_by_scores(module.layer_idx, query[0], key[0], value[0], scale, window, cap)[None], None  # type: ignore[arg-type]
+    if window and not cap and _ALL_SCORES.get() and isinstance(layout, PackedLayout):
+        return layout.attend_by_scores(module.layer_idx, query[0], key[0], value[0], scale, window)[None], None  # type: ignore[arg-type]
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(name)
@@ -246,23 +246,14 @@ class PackedLayout:
         return seen_NN.to(self.device)
 
     def attend_by_scores(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
     ) -> Tensor:
-        """As `attend`, of few tokens, with a window or a cap of the scores."""
+        """As `attend`, of few tokens, each of which attends to the last `window` tokens."""
         split = self.common + self.prompt_suffixes.tokens
         self.store_prompt_kv(layer, self.pad_prompts(key[:, :split]), self.pad_prompts(value[:, :split]))
         key, value = (_repeat(part, len(query)) for part in (key, value))
         scores_HNN = (query @ key.transpose(1, 2) * scaling).to(torch.promote_types(query.dtype, torch.float32))
-        if cap:
-            scores_HNN = cap * (scores_HNN / cap).tanh()
-        near_NN = self.positions[:, None] - self.positions < (window or 1 << 62)
+        near_NN = self.positions[:, None] - self.positions < window
         weights_HNN = scores_HNN.masked_fill(~(self.seen_NN & near_NN), -torch.inf).softmax(dim=2)
         return (weights_HNN.to(value.dtype) @ value).transpose(0, 1)
 

@@ -110,18 +110,6 @@ def product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
-def capped(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP); the scores if CAP is 0."""
-    return CAP * (2 * tl.sigmoid(2 / CAP * scores) - 1) if CAP else scores
-
-
-@triton.jit
-def cap_slope(scores, CAP: tl.constexpr):
-    """The slope of `capped`, from its result."""
-    return 1 - (scores / CAP) * (scores / CAP) if CAP else 1.0
-
-
-@triton.jit
 def rows_of(x, token, head, inside, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """[tokens, WIDTH] of one head, 0 outside."""
     column = tl.arange(0, WIDTH)
@@ -163,7 +151,7 @@ def within(seen, query, key, WINDOW: tl.constexpr):
 def attend(
     query, key, value, out, logsumexp, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence, begin, first, length, before = tile_of(tiles, sequences)
@@ -179,7 +167,7 @@ def attend(
         for start in range(first_seen(before + begin - skipped, TILE, WINDOW), end, TILE):
             column = start + tl.arange(0, TILE)
             k = rows_of(key, token + column, head // GROUP, column < end, HEADS // GROUP, D, WIDTH)
-            scores = capped(product(q, tl.trans(k), EXACT) * scaling, CAP)
+            scores = product(q, tl.trans(k), EXACT) * scaling
             seen = (column[None, :] <= last[:, None]) & (column < end)[None, :]
             seen = within(seen, asking[:, None], (skipped + column)[None, :], WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -213,7 +201,7 @@ def row_products(a, b, out, D: tl.constexpr, WIDTH: tl.constexpr):
 def attend_dquery(
     query, key, value, dout, logsumexp, delta, dquery, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence, begin, first, length, before = tile_of(tiles, sequences)
@@ -233,9 +221,9 @@ def attend_dquery(
             v = rows_of(value, token + column, head // GROUP, column < end, HEADS // GROUP, D, WIDTH)
             seen = (column[None, :] <= last[:, None]) & (column < end)[None, :] & inside[:, None]
             seen = within(seen, asking[:, None], (skipped + column)[None, :], WINDOW)
-            scores = capped(product(q, tl.trans(k), EXACT) * scaling, CAP)
+            scores = product(q, tl.trans(k), EXACT) * scaling
             weights = tl.exp(tl.where(seen, scores - log_total[:, None], -1e30))
-            slope = weights * (product(d, tl.trans(v), EXACT) - mean[:, None]) * cap_slope(scores, CAP)
+            slope = weights * (product(d, tl.trans(v), EXACT) - mean[:, None])
             gradient += product(slope.to(k.dtype), k, EXACT)
         sequence, token, end, skipped = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
@@ -249,7 +237,7 @@ def attend_dquery(
 def attend_dkey(
     query, key, value, dout, logsumexp, delta, dkey, dvalue, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     own, begin, first, length, before = tile_of(tiles, sequences)
@@ -276,10 +264,10 @@ def attend_dkey(
                 d = rows_of(dout, token + asking, head, there, HEADS, D, WIDTH)
                 log_total = tl.load(logsumexp + row, mask=there, other=0.0)
                 mean = tl.load(delta + row, mask=there, other=0.0)
-                scores = capped(product(k, tl.trans(q), EXACT) * scaling, CAP)
+                scores = product(k, tl.trans(q), EXACT) * scaling
                 weights = tl.exp(tl.where(seen, scores - log_total[None, :], -1e30))
                 dv += product(weights.to(d.dtype), d, EXACT)
-                slope = weights * (product(v, tl.trans(d), EXACT) - mean[None, :]) * cap_slope(scores, CAP)
+                slope = weights * (product(v, tl.trans(d), EXACT) - mean[None, :])
                 dk += product(slope.to(q.dtype), q, EXACT)
     column = tl.arange(0, WIDTH)
     target = ((first + place).to(tl.int64) * (HEADS // GROUP) + kv_head)[:, None] * D + column[None, :]
@@ -331,7 +319,7 @@ def append(
 def attend_part(
     q, asking, keys, values, begin, end, scaling,
     QUERIES: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [QUERIES, WIDTH] to the tokens begin to end of [tokens, D], and its logsumexp; `asking` are the
     places of the queries, counted from the same token."""
@@ -343,7 +331,7 @@ def attend_part(
         k = rows_of(keys, token, 0, token < end, 1, D, WIDTH)
         v = rows_of(values, token, 0, token < end, 1, D, WIDTH)
         seen = within((token < end)[None, :], asking[:, None], token[None, :], WINDOW)
-        scores = tl.where(seen, capped(product(q, tl.trans(k), EXACT) * scaling, CAP), float("-inf"))
+        scores = tl.where(seen, product(q, tl.trans(k), EXACT) * scaling, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         weights, shrunk = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
         attended = attended * shrunk[:, None] + product(weights.to(v.dtype), v, EXACT)
@@ -368,7 +356,7 @@ def store_part(
 def attend_prompts(
     query, prompt_keys, prompt_values, prompt_lengths, decoded, own_keys, parts, logsumexp, tiles, rows, layer, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lead = tl.load(tiles + tile * ROWS)
@@ -387,7 +375,7 @@ def attend_prompts(
         share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
         begin, end = part * share, tl.minimum((part + 1) * share, length)
         attended, log_total = attend_part(
-            q, asking, keys, values, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW, CAP
+            q, asking, keys, values, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW
         )
         store_part(attended, log_total, parts, logsumexp, part, rows, row, head, row >= 0, HEADS, D, WIDTH)
 
@@ -396,7 +384,7 @@ def attend_prompts(
 def attend_own(
     query, own_keys, own_values, slots, decoded, parts, logsumexp, prompt_parts, capacity, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, QUERIES: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.arange(0, QUERIES)
@@ -408,7 +396,7 @@ def attend_own(
     begin, end = part * share, tl.minimum((part + 1) * share, length)
     asking = length - 1 + tl.zeros([QUERIES], tl.int32)
     attended, log_total = attend_part(
-        q, asking, own_keys + own, own_values + own, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW, CAP
+        q, asking, own_keys + own, own_values + own, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW
     )
     store_part(
         attended, log_total, parts, logsumexp, prompt_parts + part, tl.num_programs(0), row, head, inside,

@@ -183,7 +183,7 @@ class TritonKernels:
         row_bytes = width * self.dtype.itemsize
         return {
             "D": width, "HEADS": heads, "GROUP": heads // kv_heads, "TILE": self._tile(width), "WIDTH": _block(width),
-            "EXACT": self.dtype == torch.float32, "WINDOW": rule.window, "CAP": rule.cap,
+            "EXACT": self.dtype == torch.float32, "WINDOW": rule.window,
             "num_warps": 4 if row_bytes <= 128 else 8, "num_stages": 3 if row_bytes <= 128 else 2,
         }  # fmt: skip
 
@@ -319,7 +319,7 @@ def check(kernels: TritonKernels, device: torch.device) -> None:
     """
     trial = _Trial(kernels, device)
     trial.norm_and_gate()
-    for rule in (AttentionRule(0.3), AttentionRule(0.3, window=TILE - 7, cap=2.0)):
+    for rule in (AttentionRule(0.3), AttentionRule(0.3, window=TILE - 7)):
         trial.attention(rule)
         trial.decoding(rule)
     trial.logits()
@@ -368,7 +368,6 @@ class _Trial:
         """[H, queries, D], of [K, keys, D] and a mask."""
         k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
         scores = q @ k.transpose(1, 2) * rule.scaling
-        scores = rule.cap * (scores / rule.cap).tanh() if rule.cap else scores
         return scores.masked_fill(~seen, -torch.inf).softmax(2) @ v
 
     def attention(self, rule: AttentionRule) -> None:
