@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from covey.llm.generation import backend, decoder
 from covey.llm.generation.generator import GenerationSettings
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.local_generator import Engine, LocalGenerator
-from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.generation.shared_prefix_decoder import GraphedStep, SharedPrefixDecoder, _capture_stream
 from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import StopStrings
@@ -213,3 +214,34 @@ def test_copies_of_weights_are_decided_once(room, monkeypatch):
     for _ in range(2):
         decoder.settle_copies(module, room)
         assert decoder.copies_fit(module) == (room != 0)
+
+
+def test_graphs_share_the_memory_of_one_pool_and_stream(monkeypatch):
+    """Memory that a capture leaves is used by captures of the same pool on the same stream alone."""
+    captures, streams = [], []
+
+    class Stream:
+        def __init__(self, device):
+            streams.append(self)
+            self.wait_stream = lambda _: None
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            captures.append((pool, streams[-1]))
+
+        def capture_end(self):
+            pass
+
+        replay = capture_end
+
+    here = Stream("cuda")
+    for name, value in {
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": lambda _: here, "stream": lambda _: nullcontext(),
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    _capture_stream.cache_clear()
+    for step in [GraphedStep(torch.device("cuda"), "pool") for _ in range(2)]:
+        assert [step(lambda: torch.ones(1)).item() for _ in range(3)] == [1.0] * 3
+    _capture_stream.cache_clear()
+    assert captures == [("pool", streams[1])] * 2
