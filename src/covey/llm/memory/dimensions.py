@@ -60,6 +60,7 @@ class Dimensions:
     is_tied: bool  # the output layer shares the embedding's weights
     has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
     has_head_norms: bool  # queries and keys are normalised too
+    has_output_norms: bool  # and what attention and MLP add
     prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
     has_kernels: bool  # covey's kernels support the model on a CPU
     has_gpu_kernels: bool  # and on a GPU
@@ -137,6 +138,7 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
+        has_output_norms="post_feedforward_layernorm" in names,
         prepacked_parameters=weights_of(linear_layers(module)),
         has_kernels=is_llama_like(module),
         has_gpu_kernels=not obstacle(module, GPU_FEATURES),

@@ -218,8 +218,9 @@ def activation_bytes(
     heads, tokens = size.attention_heads, prompts * prompt_tokens + rows * fed
     if fused:
         layer = tokens * fused_layers.kept_bytes(
-            heads, size.hidden, size.intermediate, width, has_head_norms=size.has_head_norms
-        )
+            heads, size.hidden, size.intermediate, width,
+            has_head_norms=size.has_head_norms, has_output_norms=size.has_output_norms,
+        )  # fmt: skip
         norm = fused_layers.residual_norm_bytes(size.hidden)
     else:
         layer = tokens * layer_bytes(size, width)

@@ -376,7 +376,9 @@ class _Gate(torch.autograd.Function):
         return dgate, dup, None, None
 
 
-def kept_bytes(heads: Heads, hidden: int, intermediate: int, itemsize: int, *, has_head_norms: bool) -> int:
+def kept_bytes(
+    heads: Heads, hidden: int, intermediate: int, itemsize: int, *, has_head_norms: bool, has_output_norms: bool
+) -> int:
     """Bytes that autograd keeps of one token in one layer.
 
     Args:
@@ -384,8 +386,10 @@ def kept_bytes(heads: Heads, hidden: int, intermediate: int, itemsize: int, *, h
         hidden, intermediate: widths of the residual stream and of the MLP.
         itemsize: bytes of an activation and of a weight.
         has_head_norms: whether queries and keys are normalised, as in Qwen3.
+        has_output_norms: whether what a layer adds is normalised, as in Gemma 3.
     """
     norms = 2 * (residual_norm_bytes(hidden) + hidden * itemsize)  # and the result of each, for the next products
+    norms += 2 * (hidden * itemsize + 4) if has_output_norms else 0
     query, key_value = heads.queries * heads.width, heads.keys * heads.width
     attention = 2 * (query + key_value) * itemsize + 4 * heads.queries  # q, k, v, out and logsumexp
     head_norms = (query + key_value) * itemsize + 4 * (heads.queries + heads.keys)  # inputs and 1 / rms
