@@ -29,6 +29,7 @@ FIELDS = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 8},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 PROMPTS = [tuple(range(5, 26)), (5, 6, 7, 8, 9, 10, 11, 12, 13, 30, 31)]
 ACTIONS = [[9, 8, 7, 1, 4, 4, 30, 3], [9, 8, 3], [4, 1, 9], [9, 8, 7, 2, 5, 6, 7]]
 
@@ -79,7 +80,7 @@ def test_what_the_kernels_of_a_device_do_not_compute_is_named():
     assert "attention to a window" in LanguagePolicy(model).backend.describe()
     for kind, fields, fault in (
         ("gemma2", {}, "capped attention scores or logits"),
-        ("phi3", {"partial_rotary_factor": 0.5}, "a part of a head"),
+        ("phi3", {"rope_parameters": PARTIAL}, "a part of a head"),
         ("llama", {"hidden_act": "relu"}, "the activation relu"),
         ("gpt2", {}, "layers of the type gpt2"),
     ):
