@@ -80,12 +80,14 @@ mutants: $(VENV)/triton
 	@echo "The mutants, one of $(SHARE) shares: all take about half an hour on two cores"
 	@$(BIN)/python -m pytest -m mutants --share $(SHARE) tests/architecture/test_mutants.py
 
-# Those marked alone measure time or start several processes. They run also if another one fails; 5: there are none.
+# Those marked alone measure time or start several processes, and run also if another one fails; 5: there are none.
+# A test has half an hour, because some take minutes on a calm machine.
+test-slow: SLOW := --share $(SHARE) --timeout 1800
 test-slow: $(VENV)/triton
 	@echo "The slow tests, one of $(SHARE) shares: all take some hours on two cores"
 	@trap "exit 130" INT; status=0; \
-		$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" --share $(SHARE) -n $(WORKERS) --dist loadscope || status=$$?; \
-		$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" --share $(SHARE) || test $$? = 5 || status=1; \
+		$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" $(SLOW) -n $(WORKERS) --dist loadscope || status=$$?; \
+		$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" $(SLOW) || test $$? = 5 || status=1; \
 		exit $$status
 
 size: $(STAMP)

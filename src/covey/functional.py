@@ -18,6 +18,7 @@ from covey.algorithms.advantages import outcome
 from covey.config import ConfigError
 from covey.core import baselines, schedules
 from covey.core.loss_weights import count
+from covey.core.precision import widened
 from covey.core.returns import gae
 from covey.data import Batch, PolicyOutput
 
@@ -275,7 +276,7 @@ class PPOLoss(nn.Module):
 def with_loss_weights(algorithm: Algorithm, batch: Batch) -> Batch:
     """The batch with its loss weights, in the dtype of its advantages."""
     assert batch.advantages_BT is not None
-    loss_weights_BT = algorithm.aggregation(batch.mask_BT.double(), count(batch.mask_BT))
+    loss_weights_BT = algorithm.aggregation(widened(batch.mask_BT), count(batch.mask_BT))
     return replace(batch, loss_weights_BT=loss_weights_BT.to(batch.advantages_BT.dtype))
 
 

@@ -200,7 +200,7 @@ def test_types_are_strict(tmp_path: Path) -> None:
         task + "[update]\nlearning_rate = 1" + "0" * 400 + "\n": "is an integer of more than 64 bits",
         task + "[loss]\nmask_truncated = 1\n": "loss.mask_truncated must be true or false (is 1)",
         "model = 5\n" + task: "model must be text (is 5)",
-        "device = 'gpu'\n" + task: "device must be auto, cpu or cuda (is 'gpu')",
+        "device = 'gpu'\n" + task: "device must be auto, cpu, cuda or mps (is 'gpu')",
         "algorithm = 'grop'\n" + task: "reinforce, reinforce_pp or ppo (is 'grop') (did you mean 'grpo'?)",
     }
     for toml, expected in cases.items():

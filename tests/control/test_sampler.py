@@ -77,6 +77,7 @@ class Shuffled:
         self._to = np.array(order)  # the slot that the policy sees -> the copy behind it
         self._back = np.argsort(self._to)
         self.count, self.actions, self.observation_size = inner.count, inner.actions, inner.observation_size
+        self.masked = inner.masked
 
     def reset(self, seeds: list[int]) -> Any:
         return self._inner.reset([seeds[slot] for slot in self._back])[self._to]

@@ -283,6 +283,9 @@ KINDS = {
             "update": {"learning_rate": 0.002, "minibatches": 2},
         }
     ),
+    "Taxi, masks": Kind(
+        {"algorithm": "ppo", "environment": {"id": "Taxi-v4"}, "rollouts": FRAGMENTS, "update": {"minibatches": 2}}
+    ),
     "Pendulum": Kind(
         {
             "algorithm": "ppo",

@@ -3,10 +3,10 @@
     python -m helpers.fake_gpu train tiny.toml
 
 Tensors sent to the device say that they are there, and torch's own rules are kept: an operation takes tensors of one
-device alone (a number may come from the CPU, and so may an index).
+device alone (a number may come from the CPU, and so may an index), and none is in fp64.
 
-The device is called "meta", for torch built without CUDA knows no device of that name, and has nothing else in common
-with torch's own. Speed, streams and CUDA's arithmetic are not pretended: tests of those need a GPU.
+In Python the device is Apple's, "mps"; below Python it is a second CPU, because this torch can name no GPU there.
+Speed, memory and a GPU's arithmetic are not pretended: tests of those need a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-CPU, GPU = torch.device("cpu"), torch.device("meta")
+CPU, GPU = torch.device("cpu"), torch.device("mps", 0)
+BELOW = torch.device("cpu", 1)
 MIXED = ("aten::_to_copy", "aten::copy_", "aten::to.", "aten::index.", "aten::index_put")  # may take tensors of both
 
 
@@ -29,6 +30,8 @@ class OnGPU(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> OnGPU:
+        if numbers.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"{GPU} has no float64")
         told = torch.Tensor._make_wrapper_subclass(
             cls, numbers.shape, strides=numbers.stride(), storage_offset=numbers.storage_offset(),
             dtype=numbers.dtype, device=CPU, dispatch_device=True, requires_grad=numbers.requires_grad,
@@ -43,6 +46,16 @@ class OnGPU(Tensor):
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.numbers.untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copy = OnGPU(self.numbers.clone())
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copy, requires_grad=self.requires_grad) if is_parameter else copy
+        return memo[id(self)]
+
     def tolist(self) -> list[Any]:
         return self.numbers.tolist()
 
@@ -50,7 +63,7 @@ class OnGPU(Tensor):
 def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation, on the CPU's tensors behind those that are given."""
     if operation is torch.ops.prim.device.default:
-        return GPU if isinstance(args[0], OnGPU) else CPU
+        return BELOW if isinstance(args[0], OnGPU) else CPU
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sent = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
@@ -59,10 +72,12 @@ def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     mixed = any(there) and not all(here or tensor.dim() == 0 for here, tensor in zip(there, tensors, strict=True))
     if mixed and not name.startswith(MIXED):
         raise RuntimeError(f"{name}: all tensors are expected on one device")
-    to_gpu = sent[0] == GPU if sent else any(there)
+    to_gpu = sent[0] == BELOW if sent else any(there)
 
     def behind(leaf: Any) -> Any:
-        return leaf.numbers if isinstance(leaf, OnGPU) else CPU if isinstance(leaf, torch.device) else leaf
+        if isinstance(leaf, OnGPU):
+            return leaf.numbers
+        return CPU if isinstance(leaf, torch.device) and leaf == BELOW else leaf
 
     args, kwargs = tree_map(behind, args), tree_map(behind, kwargs)
     out = operation(*args, **kwargs)
@@ -86,10 +101,17 @@ class Computing(TorchDispatchMode):
 
 
 class Sending(TorchFunctionMode):
-    """torch makes a tensor of numbers on a device without asking a mode: here it is made and then sent."""
+    """Translates the device between Python and what is below. torch makes a tensor of numbers on a device without
+    asking a mode: here it is made and then sent.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__self__", None) is Tensor.device:
+            return GPU if isinstance(args[0], OnGPU) else function(*args)
+        args = [BELOW if isinstance(word, torch.device) and word == GPU else word for word in args]
         kwargs = dict(kwargs or {})
+        if kwargs.get("device") == GPU:
+            kwargs["device"] = BELOW
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return function(*args, **kwargs).to(device)
@@ -98,7 +120,7 @@ class Sending(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def send(module: nn.Module, device: torch.device) -> nn.Module:
+def send(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """`module.to`, which cannot turn a parameter into another class."""
     if device != GPU:
         return module
@@ -106,7 +128,9 @@ def send(module: nn.Module, device: torch.device) -> nn.Module:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                on_gpu = nn.Parameter(OnGPU(parameter.detach().clone()), requires_grad=parameter.requires_grad)
+                values = parameter.detach().to(dtype or parameter.dtype)
+                on_gpu = values if isinstance(values, OnGPU) else OnGPU(values.clone())
+                on_gpu = nn.Parameter(on_gpu, requires_grad=parameter.requires_grad)
                 part._parameters[name] = sent.setdefault(id(parameter), on_gpu)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else OnGPU(buffer.clone())
@@ -115,12 +139,10 @@ def send(module: nn.Module, device: torch.device) -> nn.Module:
 
 def main() -> int:
     torch.inference_mode = torch.no_grad  # before covey is imported: tensors of that mode cannot be wrapped
+    torch.backends.mps.is_available = lambda: True
     from covey.cli.main import main as covey
-    from covey.experiment import plan
-    from covey.runtime import device
 
-    device.choose_device = plan.choose_device = lambda name: GPU
-    nn.Module.to = lambda module, device: send(module, device)
+    nn.Module.to = send
     with Computing(), Sending():
         return covey(sys.argv[1:])
 

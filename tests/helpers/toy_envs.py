@@ -31,6 +31,8 @@ TARGET = "covey-practice/Target-v0"
 NEGATED_TARGET = "covey-practice/NegatedTarget-v0"
 NEGATED_CARTPOLE = "covey-practice/NegatedCartPole-v0"
 ENDLESS_LIMIT = 10
+DOORS = "covey-practice/Doors-{}-v0"
+MASK_PLACES = ("info", "method", "observation")
 
 
 class Endless(gym.Env):
@@ -88,6 +90,48 @@ class Target(gym.Env):
         return self.shown
 
 
+class Doors(gym.Env):
+    """Six doors, of which some are locked: a locked one raises, and the open one with the largest number pays 1.
+
+    Args:
+        place: where it gives the mask of the open doors.
+    """
+
+    action_space = spaces.Discrete(6)
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.observation_space: Any = spaces.Box(0, 1, (1,), np.float32)
+        if place == "method":
+            self.action_masks = self._mask
+        if place == "observation":
+            mask_space = spaces.Box(0, 1, (6,), np.int8)
+            self.observation_space = spaces.Dict(action_mask=mask_space, observation=self.observation_space)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.made = 0
+        return self._show()
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.open[action]:
+            raise ValueError(f"door {action} is locked")
+        reward = float(action == np.flatnonzero(self.open)[-1])
+        self.made += 1
+        observation, info = self._show()
+        return observation, reward, self.made == 10, False, info
+
+    def _mask(self) -> Any:
+        return self.open
+
+    def _show(self) -> tuple[Any, dict[str, Any]]:
+        self.open = np.zeros(6, dtype=np.int8)
+        self.open[self.np_random.choice(6, size=2, replace=False)] = 1
+        seen = np.array([self.made / 10], dtype=np.float32)
+        info = {"action_mask": self.open} if self.place == "info" else {}
+        return {"observation": seen, "action_mask": self.open} if self.place == "observation" else seen, info
+
+
 class Negated(gym.RewardWrapper):
     """The opposite of what an environment pays."""
 
@@ -102,6 +146,8 @@ def register() -> None:
     gym.register(ENDLESS, entry_point=Endless, max_episode_steps=ENDLESS_LIMIT)
     gym.register(NOISY, entry_point=Noisy)
     gym.register(TARGET, entry_point=Target)
+    for place in MASK_PLACES:
+        gym.register(DOORS.format(place), entry_point=Doors, kwargs={"place": place})
     gym.register(NEGATED_TARGET, entry_point=lambda **options: Negated(Target(**options)))
     gym.register(NEGATED_CARTPOLE, entry_point=lambda **options: Negated(gym.make("CartPole-v1", **options)))
 
@@ -121,7 +167,9 @@ def policy_for(environments: Environments, *, normalised: bool = False, spread: 
     """An untrained policy whose choices depend visibly on what it sees."""
     size = environments.observation_size
     normaliser = RunningMeanStd(size) if normalised else None
-    policy = ControlPolicy(size, environments.actions, hidden=(8,), normaliser=normaliser, seed=1)
+    policy = ControlPolicy(
+        size, environments.actions, masked=environments.masked, hidden=(8,), normaliser=normaliser, seed=1
+    )
     policy.module.network.linears[-1].weight.data.mul_(spread)
     return policy
 

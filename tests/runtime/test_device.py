@@ -23,6 +23,7 @@ from covey.runtime.device import (
     idle_gpus_note,
     in_huge_pages,
     peak_memory_bytes,
+    return_unused,
     set_threads,
     total_memory_bytes,
 )
@@ -71,7 +72,7 @@ def test_device_with_a_gpu(gpu, monkeypatch):
     gpu()
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
     assert choose_device("cpu") == CPU
-    with pytest.raises(ConfigError, match="auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match="auto, cpu, cuda or mps"):
         choose_device("tpu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -80,6 +81,32 @@ def test_device_with_a_gpu(gpu, monkeypatch):
     assert choose_device("cpu") == CPU
     gpu(count=2)
     assert choose_device("auto").type == "cuda"
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+def test_apples_gpu_is_used_if_asked_for_and_said_to_be_untried(
+    precision, monkeypatch, caplog, same_threads, cpu_flags
+):
+    cpu_flags("avx512_bf16")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == CPU
+    machine = build_machine("mps", precision, 1)
+    assert machine.device == torch.device("mps", 0)
+    assert machine.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert [line.partition(",")[0] for line in caplog.messages] == ["device is mps"]
+    assert total_memory_bytes(machine.device) == total_memory_bytes(CPU)
+    assert peak_memory_bytes(machine.device) > 0
+    assert return_unused(machine.device) is None
+    assert environment(machine.device, machine.dtype)["device"] == "mps"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"^device is mps, which several ranks cannot use: start one"):
+        choose_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match=r"^device is mps but this torch .* sees no GPU of Apple's: use device = 'auto'"
+    ):
+        choose_device("mps")
 
 
 NO_GPU = (

@@ -17,11 +17,16 @@ import pytest
 import torch
 
 from covey import __main__ as command
-from covey.config import ConfigError, RewardConfig, machine
+from covey.config import ConfigError, EnvironmentConfig, RewardConfig, machine
+from covey.control.envs.isolated import IsolatedVectorEnv
+from covey.control.envs.manual_reset import ManualResetVectorEnv
+from covey.control.envs.vector_env import make_environments
+from covey.llm.native import build
 from covey.llm.rewards.code import CodeRunner
 from covey.runtime.device import environment
 from covey.runtime.worker import child
 from covey.runtime.worker.sessions import Sessions
+from helpers import toy_envs
 
 SERVICE = """
 def begin(request):
@@ -122,6 +127,52 @@ def test_a_session_begins_with_more_than_a_socket_holds(service: ModuleType) -> 
         assert replies == [2, 1_000_001, 4]
     finally:
         sessions.close()
+
+
+@pytest.mark.parametrize(("platform", "ended"), [("linux", False), ("darwin", True)])
+def test_without_orphans_of_its_own_a_worker_is_ended_with_its_group(
+    platform: str, ended: bool, service: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS, where a group of processes that have ended is no longer one's own."""
+    sessions, groups = Sessions(service, dict, 60.0, 60.0), list[int]()
+
+    def killpg(group: int, number: int) -> None:
+        groups.append(group)
+        raise PermissionError
+
+    sessions.start()
+    supervisor = sessions._worker.child.supervisor  # type: ignore[union-attr]
+    supervisor.kill()
+    supervisor.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        patch.setattr(os, "killpg", killpg)
+        sessions.close()
+    assert groups == [supervisor.pid] * ended
+
+
+def test_a_command_past_its_time_limit_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killpg(group: int, number: int) -> None:
+        os.kill(group, number)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    with pytest.raises(subprocess.TimeoutExpired):
+        build._output_of(["sleep", "600"], 0.01)
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("linux", IsolatedVectorEnv), ("darwin", ManualResetVectorEnv)])
+def test_an_environment_of_ones_own_is_not_forked_from_torch_on_macos(
+    platform: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy_envs.register()
+    config = EnvironmentConfig(id=toy_envs.TARGET)
+    monkeypatch.setattr(sys, "platform", platform)
+    environments = make_environments(config, 2)
+    try:
+        assert type(environments._vector) is kind
+    finally:
+        environments.close()
 
 
 @pytest.mark.parametrize("unsafe", [True, False])

@@ -20,7 +20,6 @@ import platform
 import re
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from covey.comparison.report import (
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
 from covey.config.fields import plural
 from covey.config.files import faults_of, machine_error, read_below, shortened, user_path
-from covey.config.machine import check_threads, processors
+from covey.config.machine import check_threads, may_fork, processors
 from covey.config.recipe import config_to_dict, find_recipe, first_difference, read_recipe, split_overrides, task_name
 from covey.experiment.advice import Launch
 from covey.runtime.variables import leave_safe_path, safe_path, variable
@@ -410,9 +409,8 @@ class ParallelRunner:
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def _start(self, job: SeedJob, progress: Progress, running: list[_Running]) -> None:
-        forks = sys.platform == "linux"  # elsewhere a fork of a process that has loaded torch may hang
-        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
+        context: Any = multiprocessing.get_context("forkserver" if may_fork() else "spawn")
+        if may_fork():
             context.set_forkserver_preload(list(self.preload))
         job.run_dir.mkdir(parents=True, exist_ok=True)
         here, there = context.Pipe(duplex=False)

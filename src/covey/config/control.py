@@ -27,6 +27,12 @@ class EnvironmentConfig(Table):
         choices=("auto", "sync", "async"),
         advanced=True,
     )
+    action_masks: bool = config_field(
+        True,
+        "never take actions that the environment's mask forbids, if it gives one: in info['action_mask'], by a method "
+        "action_masks(), or in a Dict observation",
+        advanced=True,
+    )
     action_repeat: int = config_field(1, "environment steps for which an action is repeated", min=1, advanced=True)
     timeout_seconds: float = config_field(60.0, "time limit of one step or reset of all copies", above=0, advanced=True)
     max_episode_steps: int = config_field(

@@ -22,6 +22,7 @@ from covey.config.common import (
 from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
 from covey.config.files import read_assignments
+from covey.config.machine import DEVICES
 from covey.config.model_sources import LoRAConfig
 from covey.config.named_modules import check_function_name
 from covey.config.rewards import PROCESS_MIB, RewardConfig
@@ -416,7 +417,7 @@ class RunConfig(RunBase):
         "smollm2-135m (embedded), a Hugging Face folder, a hub name, a .gguf file, or the folder of a run or of one of "
         "its checkpoints",
     )
-    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    device: str = config_field("auto", "device", choices=DEVICES)
     precision: str = config_field(
         "auto", "precision of matrix products; bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32")
     )

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from covey.config.common import ConfigError
 
+# What the field `device` takes: a CPU, an NVIDIA GPU, Apple's GPU. `auto` is one of the first two.
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
 THREADS_A_PROCESSOR = 16
 LEAST_THREAD_LIMIT = 256  # a run may be resumed on a smaller machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -20,6 +23,11 @@ _WAITING_POLICY = "OMP_WAIT_POLICY"  # the standard's, which chooses for every l
 def processors() -> int:
     """Number of processors that this process may use; taskset and containers may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def may_fork() -> bool:
+    """Whether a process that has loaded torch may fork: outside Linux its frameworks may hang or crash in the fork."""
+    return sys.platform.startswith("linux")
 
 
 def wait_briefly() -> None:

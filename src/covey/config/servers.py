@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.fields import missing_file
 from covey.config.files import make_folder, path_error, read_file, shortened, user_path
+from covey.config.machine import DEVICES
 from covey.config.named_modules import entry_points_of
 
 ENDPOINT = "/chat/completions"
@@ -371,7 +372,7 @@ class ServeOptions:
     port: int = config_field(8801, "its port; 0: a free one", min=0, max=65535)
     token_file: str = config_field("", "file with the access token, which only its owner may read")
     folder: str = config_field("", "folder below which files with weights are read (a private one)")
-    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    device: str = config_field("auto", "device", choices=DEVICES)
     precision: str = config_field("auto", "precision, that of the run", choices=("auto", "bf16", "fp32"))
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0, max=100_000)
     rows: int = config_field(0, "completions decoded together; 0: by memory", min=0, max=1_000_000)

@@ -20,6 +20,7 @@ from covey.config.common import (
 )
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
+from covey.config.machine import DEVICES
 from covey.config.model_sources import (
     CONFIG_FILE,
     MODEL_CONFIG_FILE,
@@ -193,7 +194,7 @@ class RewardModelConfig(SupervisedBase):
     )
     checkpoint_every: int = config_field(50, "optimizer steps between checkpoints", min=1)
     seed: int = config_field(0, "seed of the order of the examples", min=0, max=2**32 - 1)
-    device: str = config_field("auto", "device", choices=("auto", "cpu", "cuda"))
+    device: str = config_field("auto", "device", choices=DEVICES)
     precision: str = config_field(
         "auto", "precision of matrix products; bf16 keeps fp32 master weights", choices=("auto", "bf16", "fp32")
     )

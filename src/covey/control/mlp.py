@@ -136,9 +136,10 @@ class NumpyMLP:
         self._look()
 
     def __call__(self, observation_ND: Array) -> Array:
-        """float32 [N, D] -> [N, O], a work array that the next call overwrites."""
+        """float32 [N, D] -> [N, O], a work array that the next call overwrites; further columns are ignored."""
         if len(observation_ND) != self._rows:
             self._make_room(len(observation_ND))
+        observation_ND = observation_ND[:, : self._input_ND.shape[1]]
         if self.normaliser is None:
             np.copyto(self._input_ND, observation_ND)
         else:
@@ -172,13 +173,13 @@ class NumpyMLP:
 
 
 class MaskedObservations:
-    """The normalised observations of a batch's decisions as one tensor.
+    """The observations of a batch's decisions as one tensor, whose first D columns are normalised.
 
     The passes of an update use the same rows repeatedly, so the last result is cached.
     """
 
-    def __init__(self, normaliser: RunningMeanStd | None) -> None:
-        self.normaliser = normaliser
+    def __init__(self, size: int, normaliser: RunningMeanStd | None) -> None:
+        self.size, self.normaliser = size, normaliser
         self._context: tuple[Any, ...] = ()
         self._mask_BT = torch.empty(0, dtype=torch.bool)
         self._mean_D: NDArray[np.float64] | None = None
@@ -201,7 +202,7 @@ class MaskedObservations:
         source_N = place_N + shift_B[place_N // batch.mask_BT.shape[1]]
         observation_ND = np.concatenate(batch.context)[source_N]
         if self.normaliser is not None:
-            observation_ND = self.normaliser.normalise(observation_ND, out=observation_ND)
+            self.normaliser.normalise(observation_ND[:, : self.size], out=observation_ND[:, : self.size])
         return torch.from_numpy(observation_ND), torch.from_numpy(place_N)
 
 

@@ -1,7 +1,8 @@
 """Actor and critic of an environment: small networks over flat observations.
 
 Shape legend: B rollouts, T decisions, N environments or decided columns, D numbers in an observation, V actions to
-choose from (all choices together for MultiDiscrete), A numbers in an action.
+choose from (all choices together for MultiDiscrete), A numbers in an action, W columns of a stored observation: D, and
+V for the action mask if there is one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from covey.data import Batch, PolicyOutput
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 _SMALLEST = 2.0**-54  # replaces a uniform number of 0, whose normal quantile is infinite
+# Logit of an action that the mask forbids: its probability is 0 in float32, and its product with the log-probability is
+# not NaN. Huang and Ontanon (arXiv 2006.14171), section 3.
+_FORBIDDEN = -1e8
 
 
 class Actor(nn.Module):
@@ -46,9 +50,13 @@ class ControlPolicy:
     deviations as parameters. Log-probabilities are those of the drawn vector, before clipping to the environment's
     bounds.
 
+    With `masked`, the observations end with a mask of V numbers, 1 for an action that is allowed and 0 for another. A
+    masked action has the probability 0, and its logit has no gradient.
+
     Args:
         observation_size: D.
         actions: the action space.
+        masked: whether the observations have action masks.
         hidden: widths of the hidden layers.
         activation: "tanh" or "relu".
         initial_std: initial standard deviation of the Gaussian, in the environment's units.
@@ -61,6 +69,7 @@ class ControlPolicy:
         observation_size: int,
         actions: ActionSpace,
         *,
+        masked: bool = False,
         hidden: Sequence[int] = (64, 64),
         activation: str = "tanh",
         initial_std: float = 1.0,
@@ -69,6 +78,7 @@ class ControlPolicy:
     ) -> None:
         self.observation_size = observation_size
         self.actions = actions
+        self.masked = masked
         self.hidden = tuple(hidden)
         self.normaliser = normaliser
         outputs = actions.outputs
@@ -77,8 +87,8 @@ class ControlPolicy:
         network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
         self.module = Actor(network, log_std_A)
         self._forward = NumpyMLP(network, normaliser)
-        self._observations = MaskedObservations(normaliser)
-        self._counts = list(actions.counts) if isinstance(actions, MultiDiscrete) else [outputs]
+        self._observations = MaskedObservations(observation_size, normaliser)
+        self._counts = [outputs] if isinstance(actions, Continuous) else list(actions.counts)
         self._offset_A = np.cumsum([0, *self._counts[:-1]])  # offset of each choice's logits
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
@@ -86,8 +96,10 @@ class ControlPolicy:
 
         `all_logprobs_BTV` has the log-probabilities of all actions of a discrete policy.
         """
-        observation_ND, place_N = self._observations(batch)
-        output = self.module.network(observation_ND)
+        row_NW, place_N = self._observations(batch)
+        output = self.module.network(row_NW[:, : self.observation_size])
+        if self.masked:
+            output = torch.where(row_NW[:, self.observation_size :] > 0, output, _FORBIDDEN)
         mask_BT = batch.mask_BT
         action = batch.actions_BT.flatten(0, 1).index_select(0, place_N)
         log_std_A = self.module.log_std_A
@@ -116,18 +128,18 @@ class ControlPolicy:
         """All rows in one microbatch, because the networks are small."""
         yield torch.arange(len(batch))
 
-    def act(self, observation_ND: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
+    def act(self, row_NW: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
         """Sample an action for each of N environments by inverting the cumulative distribution; NumPy only.
 
         Args:
-            observation_ND: float32, raw.
+            row_NW: float32, raw observations.
             uniform_NA: in [0, 1); for Discrete also [N].
 
         Returns:
             actions (int64 [N] for Discrete, int64 [N, A] for MultiDiscrete, float32 [N, A] for Continuous, not yet
             clipped to the bounds) and logprobs_N, float32, in nats.
         """
-        output = self._forward(observation_ND)
+        output = self._output(row_NW)
         if isinstance(self.actions, Continuous):
             return self._draw(output, uniform_NA)
         if isinstance(self.actions, MultiDiscrete):
@@ -136,12 +148,18 @@ class ControlPolicy:
         uniform_N = uniform_NA.reshape(-1)
         return _choose_of_two(output, uniform_N) if self.actions.count == 2 else _choose(output, uniform_N)
 
-    def greedy_action(self, observation_ND: NDArray[np.float32]) -> Any:
+    def greedy_action(self, row_NW: NDArray[np.float32]) -> Any:
         """The most probable action of each of N environments: int64 [N] or [N, A], or the mean, float32 [N, A]."""
-        output = self._forward(observation_ND)
+        output = self._output(row_NW)
         if isinstance(self.actions, MultiDiscrete):
             return np.stack([part.argmax(axis=1) for part in self._by_choice(output)], axis=1)
         return output.copy() if isinstance(self.actions, Continuous) else output.argmax(axis=1)
+
+    def _output(self, row_NW: NDArray[np.float32]) -> NDArray[np.float32]:
+        output = self._forward(row_NW)
+        if not self.masked:
+            return output
+        return np.where(row_NW[:, self.observation_size :] > 0, output, np.float32(_FORBIDDEN))
 
     def _by_choice(self, logits_NV: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         return np.split(logits_NV, self._offset_A[1:], axis=1)
@@ -162,6 +180,7 @@ class ControlPolicy:
             "format": 1,
             "observation_size": self.observation_size,
             "actions": _saved(self.actions),
+            "masked": self.masked,
             "hidden": self.hidden,
             "activation": self.module.network.activation,
             "normalised": self.normaliser is not None,
@@ -232,7 +251,7 @@ def load_policy(folder: Path) -> ControlPolicy:
             actions = Discrete(shape["actions"])
         size = shape["observation_size"]
         policy = ControlPolicy(
-            size, actions, hidden=shape["hidden"], activation=shape["activation"],
+            size, actions, masked=shape.get("masked", False), hidden=shape["hidden"], activation=shape["activation"],
             normaliser=RunningMeanStd(size) if shape["normalised"] else None, seed=0,
         )  # fmt: skip
         policy.module.load_state_dict(_below("module.", tensors))
@@ -266,12 +285,12 @@ class ControlCritic:
         self.normaliser = normaliser
         self.module = Network(observation_size, hidden, 1, activation=activation, head_gain=1.0, seed=2 * seed + 1)
         self._forward = NumpyMLP(self.module, normaliser)
-        self._observations = MaskedObservations(normaliser)
+        self._observations = MaskedObservations(observation_size, normaliser)
 
     def values(self, batch: Batch) -> Tensor:
         """values_BT of the state before every decision; 0 in masked columns."""
-        observation_ND, place_N = self._observations(batch)
-        return scatter(self.module(observation_ND)[:, 0], place_N, batch.mask_BT)
+        row_NW, place_N = self._observations(batch)
+        return scatter(self.module(row_NW[:, : self._observations.size])[:, 0], place_N, batch.mask_BT)
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
         """bootstrap_value_B of the state after the last decision of every row, without gradients."""
@@ -281,6 +300,6 @@ class ControlCritic:
         rows = [row[min(after, len(row) - 1)] for row, after in zip(batch.context, after_B.tolist(), strict=True)]
         return torch.from_numpy(self.values_of(np.stack(rows)))
 
-    def values_of(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+    def values_of(self, row_NW: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of raw observations, float32 [N]; NumPy only."""
-        return self._forward(observation_ND)[:, 0].copy()
+        return self._forward(row_NW)[:, 0].copy()

@@ -61,7 +61,7 @@ class ControlSampler:
         """
         self.version = version
         if self._seen and self.policy.normaliser is not None:
-            self.policy.normaliser.update(np.concatenate(self._seen))
+            self.policy.normaliser.update(np.concatenate(self._seen)[:, : self.policy.observation_size])
         self._seen.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,8 +257,6 @@ def replay(environments: Environments, seeds: Sequence[int], played: dict[int, N
     longest = max((len(actions) for actions in played.values()), default=0)
     if not longest:
         return observation_ND
-    example = next(iter(played.values()))
-    actions_N = np.zeros((environments.count, *example.shape[1:]), dtype=example.dtype)
     for t in range(longest + 1):
         beginning = [slot for slot in range(environments.count) if longest - len(played.get(slot, ())) == t]
         if beginning:
@@ -268,6 +266,7 @@ def replay(environments: Environments, seeds: Sequence[int], played: dict[int, N
             )
         if t == longest:
             break
+        actions_N = environments.random_actions(t)  # of slots that are reset later; a mask may forbid action 0
         for slot, actions in played.items():
             late = longest - len(actions)
             if t >= late:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from covey.core.precision import widened
+
 
 class Reliability(NamedTuple):
     """A reliability diagram: items in bins of equal width by their predicted probability."""
@@ -42,9 +44,9 @@ def auc(score_N: Tensor, positive_N: Tensor) -> float | None:
     Returns:
         None if all items are positive or all are negative.
     """
-    values, place_N = score_N.double().unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    values, place_N = widened(score_N).unique(return_inverse=True)  # type: ignore[no-untyped-call]
     positive_V, negative_V = (
-        torch.bincount(place_N[chosen_N], minlength=len(values)).double() for chosen_N in (positive_N, ~positive_N)
+        widened(torch.bincount(place_N[chosen_N], minlength=len(values))) for chosen_N in (positive_N, ~positive_N)
     )
     below_V = negative_V.cumsum(0) - negative_V
     pairs = positive_V.sum() * negative_V.sum()
@@ -62,9 +64,9 @@ def reliability(probability_N: Tensor, positive_N: Tensor, bins: int = 10) -> Re
         bins: K.
     """
     bin_N = (probability_N * bins).long().clamp(max=bins - 1)
-    count_K = torch.bincount(bin_N, minlength=bins).double()
+    count_K = widened(torch.bincount(bin_N, minlength=bins))
     predicted_K, observed_K = (
-        torch.bincount(bin_N, value_N.double(), minlength=bins) / count_K.clamp(min=1)
+        torch.bincount(bin_N, widened(value_N), minlength=bins) / count_K.clamp(min=1)
         for value_N in (probability_N, positive_N)
     )
     return Reliability(count_K, predicted_K, observed_K)

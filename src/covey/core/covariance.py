@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from covey.core.precision import widened
+
 
 def covariance(logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Contribution of each decision to the covariance of log-probability and advantage.
@@ -24,12 +26,13 @@ def covariance(logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> T
         mask_BT: decisions over which the means are taken, bool.
 
     Returns:
-        covariance_BT in nats, fp64; 0 where the mask is False. Its mean over the decisions is the covariance.
+        covariance_BT in nats, in the widest dtype of the device; 0 where the mask is False. Its mean over the decisions
+        is the covariance.
     """
     count = mask_BT.sum().clamp(min=1)
 
     def centered(value_BT: Tensor) -> Tensor:
-        value_BT = torch.where(mask_BT, value_BT.double(), 0.0)
+        value_BT = torch.where(mask_BT, widened(value_BT), 0.0)
         return torch.where(mask_BT, value_BT - value_BT.sum() / count, 0.0)
 
     return centered(logprobs_BT) * centered(advantages_BT)

@@ -119,7 +119,8 @@ class ControlBuilder(ExperimentBuilder):
         config = self.config
         credit = "" if config.algorithm in NOT_BY_GROUP else f" ({config.loss.credit})"
         steps = f"{plural(config.steps, 'step')} of {self.rollouts.describe()}"
-        return f"{self.algorithm.name} on {config.environment.id}, {steps}{credit}"
+        masks = ", with action masks" if self.environments.masked else ""
+        return f"{self.algorithm.name} on {config.environment.id}, {steps}{credit}{masks}"
 
     def _preset(self) -> Algorithm:
         """The algorithm of the config."""
@@ -269,6 +270,7 @@ def build_policy(config: ControlConfig, environments: Environments) -> ControlPo
     return ControlPolicy(
         size,
         environments.actions,
+        masked=environments.masked,
         hidden=config.policy.hidden,
         activation=config.policy.activation,
         initial_std=config.policy.initial_std,

@@ -71,8 +71,8 @@ class Place:
             dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
             return cls("cuda", dtype, None, may_have_kernels("cuda"))
         device = choose_device(config.device)
-        kernels = may_have_kernels(device_kind(device))
-        return cls(device.type, choose_precision(config.precision, device), total_memory_bytes(device), kernels)
+        kernels = may_have_kernels(device.type)
+        return cls(device_kind(device), choose_precision(config.precision, device), total_memory_bytes(device), kernels)
 
     @classmethod
     def of_cluster(cls, config: RunConfig, memory: int) -> Place:

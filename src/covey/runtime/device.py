@@ -22,8 +22,16 @@ import torch
 from torch import Tensor
 
 from covey.config import ConfigError
-from covey.config.fields import plural
-from covey.config.machine import check_threads, memory_bytes, processors, ranks_of_machine, waiting, world_size
+from covey.config.fields import or_list, plural
+from covey.config.machine import (
+    DEVICES,
+    check_threads,
+    memory_bytes,
+    processors,
+    ranks_of_machine,
+    waiting,
+    world_size,
+)
 from covey.runtime.variables import own_rank
 
 _log = logging.getLogger(__name__)
@@ -39,15 +47,17 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def choose_device(name: str) -> torch.device:
-    """Choose the device from `auto` (the GPU if there is one), `cpu` or `cuda`.
+    """Choose the device from `DEVICES`; `auto` is an NVIDIA GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: if CUDA is asked for and absent, ranks have to share a GPU, or the name is unknown.
+        ConfigError: if the GPU that is asked for is absent, ranks have to share one, or the name is unknown.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name not in DEVICES:
+        raise ConfigError(f"device must be {or_list(DEVICES)}, got {name!r}")
     if name == "cpu":
         return torch.device("cpu")
+    if name == "mps":
+        return _apple_gpu()
     fault = gpu_fault()
     if fault and name == "cuda":
         raise ConfigError(f"device is cuda but {fault}, or use device = 'auto' or 'cpu'")
@@ -60,6 +70,16 @@ def choose_device(name: str) -> torch.device:
             "each (--nproc-per-node), or use device = 'cpu'"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _apple_gpu() -> torch.device:
+    if not torch.backends.mps.is_available():
+        raise ConfigError(
+            f"device is mps but this torch ({torch.__version__}) sees no GPU of Apple's: use device = 'auto' or 'cpu'"
+        )
+    if world_size() > 1:
+        raise ConfigError("device is mps, which several ranks cannot use: start one without torchrun, or use 'cpu'")
+    return torch.device("mps", 0)
 
 
 def gpu_fault() -> str:
@@ -112,7 +132,8 @@ def idle_gpus_note(device: torch.device) -> str:
 
 
 def device_kind(device: torch.device) -> str:
-    """The key of settings that differ between GPUs and CPUs: "cuda", or "cpu" for every other device."""
+    """The key of settings that differ between GPUs and CPUs: "cuda", or "cpu" for every other device. Apple's GPU has
+    neither CUDA graphs nor memory of its own."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -120,7 +141,7 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """Choose the precision from `auto` (bf16 if the hardware has instructions for it, else fp32), `bf16` or `fp32`.
 
     fp16 is not chosen on GPUs without bf16: its largest number, 65,504, is below activations of many models that were
-    trained in bf16, and its gradients would need a loss scale.
+    trained in bf16, and its gradients would need a loss scale. On Apple's GPUs, which are untried, `auto` is fp32.
 
     bf16 without such hardware works but is slow, so it is logged as a warning.
 
@@ -129,9 +150,9 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """
     if name not in ("auto", "bf16", "fp32"):
         raise ConfigError(f"precision must be auto, bf16 or fp32, got {name!r}")
-    if name == "fp32":
+    if name == "fp32" or (name == "auto" and device.type == "mps"):
         return torch.float32
-    if _multiplies_bf16(device):
+    if device.type == "mps" or _multiplies_bf16(device):
         return torch.bfloat16
     if name == "auto":
         return torch.float32
@@ -229,6 +250,8 @@ def _surprises(device: str, precision: str, machine: Machine) -> Iterator[str]:
     """What `auto` has chosen though the GPU suggests something else, and memory of it that others use."""
     if device == "auto" and machine.device.type == "cpu" and _has_nvidia_gpu():
         yield f"the CPU is used, because {gpu_fault()}"
+    if machine.device.type == "mps":
+        yield "device is mps, on which nobody has run covey yet: compare the first steps with device = 'cpu'"
     if machine.device.type != "cuda":
         return
     if precision == "auto" and machine.dtype == torch.float32:

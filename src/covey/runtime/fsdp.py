@@ -96,9 +96,10 @@ class ShardedWeights(Weights):
             self.module.set_requires_gradient_sync(False)
 
     def whole_rows(self, local: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-        received = self.team.exchange(torch.cat(list(local)).cpu().numpy().tobytes())
+        own = torch.cat(list(local)).cpu().numpy()
+        received = self.team.exchange(own.tobytes())
         of_rank = [
-            np.split(np.frombuffer(message, dtype=np.float64), np.cumsum(self._rows_of(rank, rows))[:-1])
+            np.split(np.frombuffer(message, dtype=own.dtype), np.cumsum(self._rows_of(rank, rows))[:-1])
             for rank, message in enumerate(received)
         ]
         joined = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*of_rank, strict=True))

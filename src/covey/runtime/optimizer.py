@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from covey.config import ConfigError
 from covey.core import schedules
+from covey.core.precision import widened
 from covey.data import Team
 from covey.runtime.distributed import ALONE, GradientTree
 from covey.runtime.sharding import WHOLE, Weights, is_sharded, local, own_rows, with_local
@@ -241,7 +242,7 @@ def norm_of(squares: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(tensor: Tensor, numbers: int) -> Tensor:
-    """squares_R: the sum of squares of each row (along the first dimension), in fp64.
+    """squares_R: the sum of squares of each row (along the first dimension), in fp64, or in the device's widest dtype.
 
     A row has the same bits in any part of the tensor, so that ranks with some rows each find the same norm.
 
@@ -257,9 +258,9 @@ def row_squares(tensor: Tensor, numbers: int) -> Tensor:
     rows, width = matrix.shape
     piece = max(size for size in range(1, min(width, LONGEST_PIECE) + 1) if width % size == 0)
     if numbers <= EXACT_NUMBERS or piece < SHORTEST_PIECE:
-        return matrix.double().square().sum(dim=1)
+        return widened(matrix).square().sum(dim=1)
     norms = torch.linalg.vector_norm(matrix.view(rows * width // piece, piece), dim=1)
-    return norms.double().square().view(rows, width // piece).sum(dim=1)
+    return widened(norms).square().view(rows, width // piece).sum(dim=1)
 
 
 def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:

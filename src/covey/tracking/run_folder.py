@@ -175,7 +175,7 @@ def _open_locked(folder: Path) -> int:
                 f"{folder} is being written by {holder}: wait until it ends, or use another folder"
             ) from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 os.close(descriptor)
                 raise
             _log.warning("the file system of %s has no locks: nothing keeps a second run out of it", folder)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.algorithms import LossTerms
 from covey.core.kl import k3
+from covey.core.precision import widened
 from covey.core.ratios import effective_sample_fraction, token_log_ratio
 from covey.core.returns import explained_variance
 from covey.data import Batch, Group, PolicyOutput, Team
@@ -113,7 +114,7 @@ class ShardSums:
         """Add the decisions of earlier steps."""
         assert terms.importance is not None
         weight_BT, capped_BT, masked_BT = terms.importance
-        weight_N = weight_BT[mask_BT].double()
+        weight_N = widened(weight_BT[mask_BT])
         found = (mask_BT.sum(), weight_N.sum(), weight_N.square().sum(), (capped_BT | masked_BT)[mask_BT].sum())
         self.replayed = [total + float(value) for total, value in zip(self.replayed, found, strict=True)]
 
@@ -168,7 +169,8 @@ class UpdateMetrics:
             return
         # Before the first optimizer step, trainer and sampler have the same weights.
         gap_N = (output.logprobs_BT - part.behavior_logprobs_BT)[mask_BT]
-        weight_N = token_log_ratio(output.logprobs_BT, part.behavior_logprobs_BT, mask_BT)[mask_BT].double().exp()
+        log_ratio_BT = token_log_ratio(output.logprobs_BT, part.behavior_logprobs_BT, mask_BT)
+        weight_N = widened(log_ratio_BT[mask_BT]).exp()
         kl_N = k3(torch.zeros_like(gap_N), gap_N)
         found = (gap_N.abs().sum(), kl_N.sum(), mask_BT.sum(), weight_N.sum(), weight_N.square().sum())
         sums.mismatch = [total + float(value) for total, value in zip(sums.mismatch, found, strict=True)]

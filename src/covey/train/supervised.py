@@ -16,6 +16,7 @@ from torch import Tensor
 
 from covey.config import RunError
 from covey.core.loss_weights import Counts, token_mean
+from covey.core.precision import widened
 from covey.core.schedules import Schedule
 from covey.data import Batch, Checkpoints, Observer, Policy, StepRecord, Team, TrainingExample
 from covey.runtime.distributed import ALONE, of_all_shards, own_shards, passes_over
@@ -173,7 +174,7 @@ def mean_loss(criterion: Likelihood, minibatches: Iterable[Examples], team: Team
             for part, is_counted in passes:
                 logprobs_BT = criterion.policy.evaluate(part).logprobs_BT
                 if is_counted:
-                    sums[0] -= float(logprobs_BT.double().sum())
+                    sums[0] -= float(widened(logprobs_BT).sum())
                     sums[1] += int(part.mask_BT.sum())
     total, decisions = added(of_all_shards(team, own))
     return float(total / decisions)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from covey.config import ConfigError, LoRAConfig, config_field
 from covey.config.common import refuse
 from covey.config.fields import check_fields, did_you_mean
+from covey.config.machine import DEVICES
 from covey.config.model_sources import ADAPTER_FOLDER, check_four_bit
 from covey.data import EndReason, Group, Policy, Rollout, Start, Task
 from covey.llm.data.arrow import rows_as_written
@@ -65,7 +66,7 @@ class TrainerOptions:
         False, "compute each layer again in the backward pass: less memory, more time (gradient checkpointing)"
     )
     seed: int = config_field(0, "seed of all random numbers", min=0, max=2**32 - 1)
-    device: str = config_field("auto", "of models given by name", choices=("auto", "cpu", "cuda"))
+    device: str = config_field("auto", "of models given by name", choices=DEVICES)
     precision: str = config_field("auto", "of models given by name", choices=("auto", "bf16", "fp32"))
 
 

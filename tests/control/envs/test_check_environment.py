@@ -72,7 +72,7 @@ random = np.random.RandomState(5)
         (OfTheModule, "reset(seed=0) began two episodes with different observations"),
         (Unseeded, "reset(seed=0) began two episodes with different observations"),
         (LateChance, "step 1 of two episodes with the same reset(seed=0) and actions had different results"),
-        (Grows, "reset(seed=0) began a second episode with another observation than the first"),
+        (Grows, "reset(seed=0) began two episodes with different observations"),
     ],
 )
 def test_an_environment_that_ignores_its_seed_is_named(kind, said, register):

@@ -309,6 +309,19 @@ if '-shared' in sys.argv: open({str(log)!r}, 'w').write(' '.join(sys.argv))
     )
 
 
+def test_the_self_test_finds_an_openmp_that_torch_alone_has_loaded(fresh, tmp_path, monkeypatch):
+    """Such as one with a name of the wheel's own, or Apple's, whose install name is a path of torch's builder."""
+    runtime, source = tmp_path / "libomp.so", tmp_path / "kernels.cpp"
+    (tmp_path / "omp.cpp").write_text('extern "C" int found() { return 1; }')
+    source.write_text('extern "C" int found(); extern "C" int self_test() { return found(); }')
+    named = ["-shared", "-fPIC", "-Wl,-soname,libomp-of-torch.so"]
+    subprocess.run([*build.find_compiler(), *named, tmp_path / "omp.cpp", "-o", runtime], check=True)
+    ctypes.CDLL(str(runtime))  # by torch
+    monkeypatch.setattr(build, "_openmp_of_torch", lambda: runtime)
+    monkeypatch.setattr(build, "SOURCE", source)
+    assert build.load_library(build.find_compiler()).self_test() == 1
+
+
 def test_without_a_compiler_torch_decodes_and_one_line_says_so(fresh, tmp_path, monkeypatch, caplog):
     from covey.data import Start
     from covey.llm.generation.local_generator import LocalGenerator

@@ -219,7 +219,7 @@ class VllmProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        with suppress(ProcessLookupError):  # its workers, if it could not end them
+        with suppress(ProcessLookupError, PermissionError):  # its workers, if it could not end them
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _lines(self) -> list[str]:

@@ -23,6 +23,8 @@ from gymnasium.vector.async_vector_env import AsyncState
 from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
+from covey.control.envs.masks import ActionMasks
+from covey.control.envs.spaces import SpaceAdapter
 from covey.runtime.variables import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
@@ -35,18 +37,27 @@ class ActionRepeat(gym.Wrapper):
 
     A finished environment ignores steps until it is reset. Infos are dropped, because merging those of many copies is
     slow and they are not read; with `repeat` above 1, RAW_STEPS is the number of raw steps. The environment's results
-    are checked here, except that observations are finite, which `Environments` checks for all copies at once.
+    are checked here, except that observations are finite, which `Environments` checks for all copies at once. `masks`
+    become a part of its observations.
     """
 
-    def __init__(self, env: gym.Env, repeat: int, name: str) -> None:
+    def __init__(self, env: gym.Env, repeat: int, name: str, masks: ActionMasks | None = None) -> None:
         super().__init__(env)
         self._repeat, self._over, self._name = repeat, False, name
+        self._masks = masks
+        if masks is not None:
+            self.observation_space = masks.space
         self._seed: int | None = None
         self._steps = 0  # number of steps of the episode
         self.observation: Any = None  # the last one
         self.slot = 0
         self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
         self.skips_reset = False
+
+    @property
+    def masked(self) -> bool:
+        """True if its observations have action masks."""
+        return self._masks is not None
 
     @property
     def place(self) -> str:
@@ -63,10 +74,15 @@ class ActionRepeat(gym.Wrapper):
             answer = self.env.reset(seed=seed, options=options)
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 raise TypeError("its reset returned no pair of observation and info: adapt it to Gymnasium 1")
-            self.observation = checked_observation(answer[0], self.observation_space)
+            self._observe(*answer)
         except Exception as error:
             raise fault_of(error, self.place) from error
         return self.observation, {}
+
+    def _observe(self, observation: Any, info: dict[str, Any]) -> None:
+        self.observation = checked_observation(observation, self.env.observation_space)
+        if self._masks is not None:
+            self.observation = self._masks.join(self.observation, info, over=self._over)
 
     def note_place(self) -> None:
         """Tell another process in which slot, episode and step a call is."""
@@ -85,12 +101,12 @@ class ActionRepeat(gym.Wrapper):
             for made in range(1, self._repeat + 1):  # noqa: B007
                 self._steps += 1
                 self.note_place()
-                observation, reward, ended, cut, _ = self.env.step(action)
-                self.observation = checked_observation(observation, self.observation_space)
+                observation, reward, ended, cut, info = self.env.step(action)
                 total += checked_reward(reward)
                 terminated, truncated = checked_flag(ended, "terminated"), checked_flag(cut, "truncated")
-                if terminated or truncated:
-                    self._over = True
+                self._over = terminated or truncated
+                self._observe(observation, info)
+                if self._over:
                     break
         except Exception as error:
             raise fault_of(error, self.place) from error
@@ -229,12 +245,10 @@ def copies_are_exact(make_one: Callable[[], gym.Env], copied: Callable[[gym.Env]
     """
     env = make_one()
     try:
-        env.action_space.seed(0)
-        actions = [env.action_space.sample() for _ in range(2 * PROBE_STEPS)]
         env.reset(seed=0)
-        _trace(env, actions[:PROBE_STEPS])
+        _trace(env)
         snapshot = copied(env)
-        traces = [_trace(each, actions[PROBE_STEPS:]) for each in (env, copied(snapshot), snapshot)]
+        traces = [_trace(each) for each in (env, copied(snapshot), snapshot)]
         return traces[0] == traces[1] == traces[2]
     except Exception:  # any exception of a user's environment means that it cannot be copied
         return False
@@ -242,16 +256,21 @@ def copies_are_exact(make_one: Callable[[], gym.Env], copied: Callable[[gym.Env]
         env.close()
 
 
-def _trace(env: gym.Env, actions: Sequence[Any]) -> list[bytes]:
-    """All results of an environment for these actions, as bytes, with resets without a seed at its ends."""
+def _trace(env: Any) -> list[bytes]:
+    """All results of an `ActionRepeat` for PROBE_STEPS random actions, as bytes, with resets without a seed at the ends
+    of episodes.
+    """
     answers: list[bytes] = []
+    generator = np.random.default_rng(0)
+    adapter = SpaceAdapter(env.observation_space, env.action_space, "", masked=env.masked)
 
     def note(observation: Any, *numbers: Any) -> None:
         flat = np.asarray(gym.spaces.flatten(env.observation_space, observation))
         answers.append(flat.tobytes() + np.array(numbers, dtype=np.float64).tobytes())
 
-    for action in actions:
-        observation, reward, terminated, truncated, _ = env.step(action)
+    for _ in range(PROBE_STEPS):
+        drawn = adapter.random_actions(generator, adapter.flatten_one(env.observation)[None])
+        observation, reward, terminated, truncated, _ = env.step(adapter.to_environment(drawn)[0])
         note(observation, reward, terminated, truncated)
         if terminated or truncated:
             note(env.reset()[0])

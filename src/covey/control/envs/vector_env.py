@@ -2,7 +2,8 @@
 
 So every episode has its own reset seed, and runs are reproducible (Gymnasium's `AutoresetMode.DISABLED`).
 
-Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action, K slots named in a call.
+Shape legend: N slots (copies), D numbers in a flattened observation (with its action mask, if there is one), A numbers
+in an action, K slots named in a call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from covey.config import ConfigError, EnvironmentConfig
+from covey.config.machine import may_fork
 from covey.control.envs.cartpole import BatchedCartPole
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.isolated import IsolatedVectorEnv
@@ -32,8 +34,9 @@ from covey.control.envs.manual_reset import (
     ManualResetVectorEnv,
     copies_are_exact,
 )
+from covey.control.envs.masks import ActionMasks, find_reader, has_mask
 from covey.control.envs.registration import find_spec, refuse_broken
-from covey.control.envs.spaces import ActionSpace, Discrete, MultiDiscrete, SpaceAdapter
+from covey.control.envs.spaces import ActionSpace, SpaceAdapter
 
 PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0
@@ -65,7 +68,10 @@ class Environments:
     ) -> None:
         self._vector = vector
         self._name = config.id
-        self._adapter = SpaceAdapter(vector.single_observation_space, vector.single_action_space, config.id)
+        seen = vector.single_observation_space
+        self.masked: bool = config.action_masks and has_mask(seen)  # a mask of V actions follows the observation
+        self._adapter = SpaceAdapter(seen, vector.single_action_space, config.id, masked=self.masked)
+        self._row_ND: NDArray[np.float32] = np.empty(0, dtype=np.float32)  # the last observations
         # Copies in processes have their own deadline.
         self._watchdog: AbstractContextManager[None] = nullcontext()
         if isinstance(vector, ManualResetVectorEnv):
@@ -98,7 +104,7 @@ class Environments:
         with self._watchdog:
             observations, _ = self._vector.reset(seed=numbers)
         self._ended_N[:] = False
-        return self._finite(self._adapter.flatten(observations))
+        return self._seen(observations)
 
     def reset_slots(self, slots: NDArray[np.int64], seeds: Sequence[int]) -> NDArray[np.float32]:
         """Begin an episode in some slots, also in unfinished ones; returns their first observations [K, D]."""
@@ -110,7 +116,7 @@ class Environments:
         with self._watchdog:
             observations, _ = self._vector.reset(seed=seed_of, options={"reset_mask": mask_N})  # type: ignore[arg-type]
         self._ended_N[slots] = False
-        return self._finite(self._adapter.flatten(observations))[slots]
+        return self._seen(observations)[slots]
 
     def step(self, actions: NDArray[Any]) -> Step:
         """Act in every slot: int64 [N], or float32 [N, A], which are clipped to the bounds of the action space.
@@ -122,7 +128,7 @@ class Environments:
             observations, rewards, terminated_N, truncated_N, infos = self._vector.step(
                 self._adapter.to_environment(actions)
             )
-        observation_ND = self._finite(self._adapter.flatten(observations))
+        observation_ND = self._seen(observations)
         self._ended_N |= terminated_N
         self._ended_N |= truncated_N
         return Step(
@@ -135,16 +141,8 @@ class Environments:
         )
 
     def random_actions(self, position: int) -> NDArray[Any]:
-        """An action for every slot, drawn uniformly (continuous: within the bounds, or from -1 to 1 without)."""
-        generator = np.random.default_rng(position)
-        actions = self.actions
-        if isinstance(actions, Discrete):
-            return generator.integers(actions.count, size=self.count)
-        if isinstance(actions, MultiDiscrete):
-            return generator.integers(actions.counts, size=(self.count, actions.size))
-        bounded_A = np.isfinite(actions.low_A) & np.isfinite(actions.high_A)
-        low_A, high_A = np.where(bounded_A, actions.low_A, -1.0), np.where(bounded_A, actions.high_A, 1.0)
-        return generator.uniform(low_A, high_A, size=(self.count, actions.size)).astype(np.float32)
+        """An allowed action for every slot, drawn uniformly (`SpaceAdapter.random_actions`)."""
+        return self._adapter.random_actions(np.random.default_rng(position), self._row_ND)
 
     def snapshot(self, slot: int) -> Any:
         """The state of a slot with its generator, for any number of calls of `restore`.
@@ -171,12 +169,13 @@ class Environments:
         """Close the copies and their processes."""
         self._vector.close()
 
-    def _finite(self, observation_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Check that observations are finite; returns them.
+    def _seen(self, observations: Any) -> NDArray[np.float32]:
+        """Flatten the observations of all slots and check that they are finite.
 
         Raises:
             EnvironmentFault: if a number in them is NaN or infinite.
         """
+        self._row_ND = observation_ND = self._adapter.flatten(observations)
         if np.isfinite(observation_ND).all():
             return observation_ND
         slot, number = (int(index) for index in np.argwhere(~np.isfinite(observation_ND))[0])
@@ -205,7 +204,7 @@ def make_environments(
     spec = find_spec(config.id)
     if spec.entry_point is None:
         raise ConfigError(f"{config.id!r} has only a vector class: choose an environment with a class of its own")
-    make_one = partial(_make_one, config, spec, render_mode)
+    make_one = _Maker(config, spec, render_mode)
     make_all = partial(ManualResetVectorEnv, [make_one] * count, autoreset_mode=AutoresetMode.DISABLED)
     known = str(spec.entry_point).startswith(OF_GYMNASIUM) and not spec.additional_wrappers
     with refuse_broken(config.id):
@@ -213,12 +212,12 @@ def make_environments(
             limit = config.max_episode_steps or spec.max_episode_steps
             assert limit is not None
             return Environments(BatchedCartPole(count, limit), config)
-        if config.vectorization == "auto" and not known:
+        if config.vectorization == "auto" and not known and may_fork():
             isolated = IsolatedVectorEnv(make_all, config.id, config.timeout_seconds)
             if not copies_states or isolated.copies_states():
                 return Environments(isolated, config)
             isolated.close()
-        SpaceAdapter(*_spaces(make_one), config.id)  # refuses spaces before processes are started
+        _refuse_spaces(make_one, config.id)  # before processes are started
         if config.vectorization == "async":
             kind: Any = partial(AsyncWithDeadline, name=config.id, timeout_seconds=config.timeout_seconds)
             return Environments(kind([make_one] * count, autoreset_mode=AutoresetMode.DISABLED), config)
@@ -306,18 +305,32 @@ def _alike(result_2: NDArray[Any]) -> bool:
     return np.array_equal(result_2[0], result_2[1])
 
 
-def _make_one(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec, render_mode: str | None) -> ActionRepeat:
-    """Create one copy for a sync or async vector environment."""
-    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-    limit = config.max_episode_steps or None
-    env = gym.make(spec, max_episode_steps=limit, disable_env_checker=True, **options)  # `ActionRepeat` checks more
-    return ActionRepeat(env, config.action_repeat, config.id)
+@dataclass
+class _Maker:
+    """Creates the copies of a sync or async vector environment."""
+
+    config: EnvironmentConfig
+    spec: gym.envs.registration.EnvSpec
+    render_mode: str | None
+    masked: bool | None = None  # whether they give action masks; None: none was made
+
+    def __call__(self) -> ActionRepeat:
+        config = self.config
+        options: dict[str, Any] = {} if self.render_mode is None else {"render_mode": self.render_mode}
+        limit = config.max_episode_steps or None
+        # `ActionRepeat` checks more than Gymnasium's checker.
+        env = gym.make(self.spec, max_episode_steps=limit, disable_env_checker=True, **options)
+        reader = find_reader(env) if config.action_masks and self.masked is not False else None
+        self.masked = reader is not None
+        masks = None if reader is None else ActionMasks(reader, env, config.id)
+        return ActionRepeat(env, config.action_repeat, config.id, masks)
 
 
-def _spaces(make_one: Callable[[], gym.Env]) -> tuple[gym.Space, gym.Space]:
+def _refuse_spaces(make_one: Callable[[], ActionRepeat], name: str) -> None:
+    """Refuse unsupported spaces."""
     env = make_one()
     try:
-        return env.observation_space, env.action_space
+        SpaceAdapter(env.observation_space, env.action_space, name, masked=env.masked)
     finally:
         env.close()
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from covey.llm.generation.decoder import Decoder, DrawingDecoder
 from covey.llm.generation.slots import KeptRow, ParkedRow, SlotDecoder
-from covey.llm.generation.token_sampling import WHOLE, Drawing, Truncation, sample_tokens
+from covey.llm.generation.token_sampling import WHOLE, Drawing, Truncation, sample_tokens, uniforms_on
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings
 from covey.llm.native.bindings import KernelSet
@@ -190,14 +190,14 @@ class ContinuousBatch:
         device, position = logits_BV.device, (self.open_R, self.lengths_N[self.open_R])
         one_each = np.array_equal(self.branch_R, np.arange(len(logits_BV)))
         logits_RV = logits_BV if one_each else logits_BV[torch.from_numpy(self.branch_R).to(device)]
-        uniforms_R = torch.from_numpy(self.uniforms_NT[position]).to(device)
+        uniforms_R = uniforms_on(device, self.uniforms_NT[position])
         temperature, truncation = self.drawing.temperature, self.drawing.truncation
         if len(self.open_R) and truncation.restricts(int(position[1].min())):
             lengths_R, end_ids = (torch.from_numpy(numbers).to(device) for numbers in (position[1], self.end_ids))
             logits_RV = truncation.apply(logits_RV, lengths_R, end_ids, temperature)
         tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, temperature, self.kernels)
         chosen_R = tokens_R.cpu().numpy()
-        self._record(chosen_R, logprobs_R.double().cpu().numpy())
+        self._record(chosen_R, logprobs_R.cpu().double().numpy())
         return chosen_R
 
     def _record(self, tokens_R: NDArray[np.int64], logprobs_R: NDArray[np.floating[Any]]) -> None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from covey.core.precision import widened, widest
 from covey.llm.native.bindings import KernelSet
 from covey.runtime.device import device_kind
 
@@ -59,7 +62,7 @@ class Truncation:
             )
         if temperature == 0.0 or not self._cuts_tail:
             return logits_RV
-        sorted_RV, order_RV = logits_RV.double().div(temperature).sort(dim=1, descending=True, stable=True)
+        sorted_RV, order_RV = widened(logits_RV).div(temperature).sort(dim=1, descending=True, stable=True)
         if self.top_k:
             sorted_RV[:, self.top_k :] = -torch.inf
         probability_RV = sorted_RV.softmax(dim=1)
@@ -88,6 +91,12 @@ BLOCK = 256  # width of a block: two short cumulative sums replace one over the 
 ROWS = {"cpu": 32, "cuda": 256}
 
 
+def uniforms_on(device: torch.device, uniforms_R: NDArray[np.float64]) -> Tensor:
+    """Uniform numbers on a device, in its widest dtype and still below 1: a token of probability 0 is never drawn."""
+    dtype = widest(device)
+    return torch.from_numpy(uniforms_R).to(dtype).clamp(max=1.0 - torch.finfo(dtype).eps / 2).to(device)
+
+
 def sample_tokens(
     logits_RV: Tensor, uniforms_R: Tensor, temperature: float, kernels: KernelSet
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +106,7 @@ def sample_tokens(
 
     Args:
         logits_RV: of any float dtype; converted to fp32, except fp64.
-        uniforms_R: in [0, 1), float64.
+        uniforms_R: in [0, 1), of `uniforms_on`.
         temperature: 0: argmax, with the log-probability at temperature 1.
         kernels: used if they support the dtype and device of the logits; otherwise torch.
 
@@ -132,12 +141,12 @@ def _draw(logits_RV: Tensor, uniforms_R: Tensor, temperature: float) -> tuple[Te
     top_R1 = mass_RV.amax(dim=1, keepdim=True)
     mass_RV.sub_(top_R1).exp_()
     mass_RCV = pad(mass_RV, (0, -mass_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    upto_RC = mass_RCV.sum(dim=2).double().cumsum(dim=1)
+    upto_RC = widened(mass_RCV.sum(dim=2)).cumsum(dim=1)
     total_R = upto_RC[:, -1]
 
     wanted_R1 = (uniforms_R * total_R)[:, None]
     block_R1 = torch.searchsorted(upto_RC, wanted_R1, right=True).clamp(max=upto_RC.shape[1] - 1)
-    inside_RV = mass_RCV.gather(1, block_R1[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
+    inside_RV = widened(mass_RCV.gather(1, block_R1[:, :, None].expand(-1, -1, BLOCK))[:, 0])
     before_R1 = upto_RC.gather(1, block_R1) - inside_RV.sum(dim=1, keepdim=True)
     offset_R1 = torch.searchsorted(inside_RV.cumsum(dim=1), wanted_R1 - before_R1, right=True)
     # By rounding, the offset may exceed the block's last token of positive probability; then this token is chosen.

@@ -363,8 +363,9 @@ OLDEST_GPU = (8, 0)  # compute capability
 
 
 def may_have_kernels(device: str) -> bool:
-    """Whether `kernels_for` may find kernels on "cpu" or "cuda", without compiling one; true for a GPU not present."""
-    if os.environ.get(SWITCH) == "0":
+    """Whether `kernels_for` may find kernels on such a device, without compiling one; true for an NVIDIA GPU not
+    present."""
+    if device not in ("cpu", "cuda") or os.environ.get(SWITCH) == "0":
         return False
     if device == "cpu" or not torch.cuda.is_available():
         return True

@@ -34,15 +34,18 @@ SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 # -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict
 # aliasing GCC 12 moved reads before these writes, depending on the processor that -march=native names.
 # -ffp-contract=fast, GCC's default, because clang else fuses no product with a sum of another function.
-FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared")
+# Apple's clang names the processor by -mcpu alone: older ones refuse -march=native on ARM.
+PROCESSOR = "-mcpu=native" if (sys.platform, platform.machine()) == ("darwin", "arm64") else "-march=native"
+FLAGS = ("-O3", PROCESSOR, "-fno-strict-aliasing", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared")
 OPENMP = (["-fopenmp"], ["-Xclang", "-fopenmp"])  # of gcc and clang; of Apple's clang
 OPENMP_LIBRARY = re.compile(r"lib(gomp|omp|iomp5)\b.*\.(so|dylib)\b")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
 
-# The self-test of a new library runs in another process, because a crash of the library would end the run.
-SELF_TEST = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).self_test())"
+# The self-test of a new library runs in another process, because a crash of the library would end the run. Torch's
+# OpenMP is loaded first, as in the run: it may lie where the system does not look for it.
+SELF_TEST = "import ctypes, sys; *_, library = map(ctypes.CDLL, sys.argv[1:]); sys.exit(not library.self_test())"
 
 _log = logging.getLogger("covey")
 
@@ -153,7 +156,8 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         if not draft.is_file():
             raise BuildError(f"the compiler {compiler[0]} wrote no library")
         draft.chmod(0o700)
-        _output_of([sys.executable, "-I", "-c", SELF_TEST, str(draft)], timeout_seconds=60)
+        files = [file for file in openmp if Path(file).is_file()]
+        _output_of([sys.executable, "-I", "-c", SELF_TEST, *files, str(draft)], timeout_seconds=60)
         checksum.write_bytes(_checksum_of(draft))
         checksum.chmod(0o600)
         library.with_suffix(CHECKSUM).unlink(missing_ok=True)
@@ -189,7 +193,8 @@ def _output_of(command: Sequence[str], timeout_seconds: float) -> str:
         try:
             output, messages = process.communicate(timeout=timeout_seconds)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
+                os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode == 0:
         return output

@@ -267,11 +267,12 @@ class Child:
         background().at_close.discard(self.end)
         supervisor.stdin.close()
         supervisor.send_signal(signal.SIGCONT)  # the user's code may have stopped it
-        deadline = time.monotonic() + 2 * child.END_SECONDS * sys.platform.startswith("linux")
+        finds_orphans = sys.platform.startswith("linux")  # else those that are still in its group are ended with it
+        deadline = time.monotonic() + 2 * child.END_SECONDS * finds_orphans
         while supervisor.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        if supervisor.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+        if supervisor.returncode is None or not finds_orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
                 os.killpg(supervisor.pid, signal.SIGKILL)
             supervisor.wait()
         if supervisor.returncode < 0:
