@@ -18,7 +18,7 @@ from covey.llm.model.nf4 import NF4Linear
 
 @dataclass(frozen=True)
 class Family:
-    """How the layers of a family differ from those of Llama: RMSNorm, attention, RMSNorm, SwiGLU.
+    """How the layers of a family differ from Llama's: RMSNorm, attention, RMSNorm, SwiGLU.
 
     Norms are names of a layer's modules; None: it has none there.
     """

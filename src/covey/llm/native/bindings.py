@@ -149,7 +149,7 @@ class Kernels:
     and `dtype` is bf16.
     """
 
-    features: frozenset[Feature] = frozenset()  # that layers may have besides those of Llama
+    features: frozenset[Feature] = frozenset()  # that layers may have and Llama's have not
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
