@@ -200,7 +200,7 @@ def test_prompts_of_a_cache_are_prefilled_in_parts(make, monkeypatch):
         made.select(torch.tensor([0, 3, 5, 6, 9]))
         logits.append(made.step(torch.arange(5) + 5))
         found.append(torch.cat(logits))
-    assert max(fed) <= 21  # of a prompt and its next token
+    assert max(fed) <= 22  # of the longest row
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
