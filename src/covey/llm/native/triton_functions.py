@@ -180,6 +180,7 @@ def attend(
             top = higher
         sequence, token, end, skipped = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
+    total = tl.maximum(total, 1e-30)  # past the end of the sequence a window may have no key
     column = tl.arange(0, WIDTH)
     row = (first + place).to(tl.int64) * HEADS + head
     tl.store(
