@@ -91,19 +91,18 @@ def test_train_reads_the_recipe_and_runs_it(build: Build) -> None:
     assert config.sampling.max_new_tokens == 12
 
 
-def test_resume_takes_the_folder_and_nothing_else(
+def test_resume_takes_the_folder_and_fields(
     build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunStore(tmp_path / "run") as store:
         (tmp_path / "run" / "config.toml").write_text(RECIPE)
         store.record(step_record(1))
     assert main(["train", "--resume", "run"]) == 0
-    assert build.calls == [("resume", (Path("run"),), {})]
-    assert main(["train", "--resume", "run", "--steps", "5"]) == 2
-    assert "leave out --steps" in capsys.readouterr().err
+    assert main(["train", "--resume", "run", "--steps", "5"]) == 0
+    assert build.calls == [("resume", (Path("run"),), {"limits": limits}) for limits in ({}, {"steps": "5"})]
     assert main(["train", "my_recipe.toml", "--run-dir", "run"]) == 2
     assert "covey train --resume run" in capsys.readouterr().err
-    assert len(build.calls) == 1
+    assert len(build.calls) == 2
 
 
 def test_exit_codes_and_one_line(build: Build, capsys: pytest.CaptureFixture[str]) -> None:

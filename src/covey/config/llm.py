@@ -338,7 +338,7 @@ class TeacherConfig(Table):
         "the teacher to the policy (forward), or generalized Jensen-Shannon",
         choices=("reverse", "forward", "jensen_shannon"),
     )
-    beta: float = config_field(
+    mixture_weight: float = config_field(
         0.5, "jensen_shannon: weight of the teacher in the mixture", above=0, below=1, advanced=True, needs="divergence"
     )
     prompt: str = config_field(
@@ -356,7 +356,7 @@ class TeacherConfig(Table):
     @property
     def mixture(self) -> float:
         """beta of `covey.core.kl.jensen_shannon`."""
-        return BETAS.get(self.divergence, self.beta)
+        return BETAS.get(self.divergence, self.mixture_weight)
 
     def faults(self) -> Iterator[Fault]:
         if self.model == "policy" and not self.prompt:
