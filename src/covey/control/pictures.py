@@ -1,4 +1,4 @@
-"""Convolutions for observations that are pictures; the layers after them are those of `mlp.Network`.
+"""Convolutions for observations that are pictures; an `mlp.Network` follows them.
 
 Shape legend: N observations, C channels, H rows, W columns, D = C * H * W numbers in a picture.
 """
@@ -142,7 +142,7 @@ class TorchForward:
 def build_network(
     size: int, hidden: Sequence[int], outputs: int, *, picture: Picture | None, network: str, **options: Any
 ) -> Network:
-    """The network of a policy or a critic, for observations of `size` numbers; `options` are those of `Network`."""
+    """The network of a policy or a critic, for observations of `size` numbers; `options` as for `Network`."""
     if picture is None or network == MLP:
         return Network(size, hidden, outputs, **options)
     return PictureNetwork(picture, network, hidden, outputs, **options)

@@ -328,8 +328,8 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class ControlCritic:
     """A value function with a network of its own; implements `covey.data.Critic`.
 
-    Arguments as for `ControlPolicy`, whose normaliser it uses. With `memory` it reads the state of the policy's memory
-    beside the observation, as it was when the rollout was sampled; only the policy's loss trains the memory.
+    Arguments as for `ControlPolicy`, whose normaliser it uses. With `memory` it reads the observation and the state of
+    the policy's memory, as it was when the rollout was sampled; only the policy's loss trains the memory.
     """
 
     def __init__(
