@@ -7,6 +7,7 @@ import math
 import pytest
 
 from covey.core.schedules import adaptive_entropy_value, adaptive_kl_coefficient, constant, cosine, linear
+from covey.runtime.optimizer import learning_rate_schedule
 
 
 def values(schedule, steps):
@@ -49,6 +50,13 @@ def test_every_step_learns_and_none_exceeds_the_peak(schedule, warmup_steps):
     assert all(0 < value <= 1 for value in made)
     assert made[:warmup_steps] == pytest.approx([step / warmup_steps for step in range(1, warmup_steps + 1)])
     assert all(later < earlier for earlier, later in zip(made[warmup_steps:], made[warmup_steps + 1 :], strict=False))
+
+
+def test_a_falling_schedule_begins_again_at_the_peak_without_warmup():
+    # warm-up 3/2, 3; then (4 - 3)/(4 - 2) of 3; from the peak 3 over two steps: 3 * 2/3, 3 * 1/3; one step: 3 * 1/2
+    made = learning_rate_schedule("linear", 3.0, steps=6, warmup_steps=2, restarts=(3, 5))
+    assert values(made, 6) == pytest.approx([1.5, 3.0, 1.5, 2.0, 1.0, 1.5])
+    assert values(learning_rate_schedule("constant", 3.0, steps=6, warmup_steps=2, restarts=(3, 5)), 6)[1:] == [3.0] * 5
 
 
 @pytest.mark.parametrize("schedule", [linear, cosine])

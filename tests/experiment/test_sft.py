@@ -127,13 +127,14 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     assert said.splitlines()[-1] == "stopped after step 4. Go on with: covey sft --resume stopped"
     code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
     assert code == 2
-    assert "a resumed run keeps the settings" in said
+    assert "the run in stopped is not finished, so it keeps its limits" in said
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 0, said
     assert_same(run_dir, whole[0])
     code, said = covey("sft", "--resume", "stopped", cwd=place)
     assert code == 2
     assert "is finished: its model is" in said
+    assert said.strip().endswith("covey sft --resume stopped --epochs N")
 
 
 @pytest.mark.sampled(3)

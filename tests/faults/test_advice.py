@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,6 +88,19 @@ def changed(first: Path, second: Path) -> set[str]:
     return {name.removesuffix(".") for name in {*one, *other} if one.get(name) != other.get(name)}
 
 
+def a_copy(run_dir: Path) -> Path:
+    """Of a finished run, that it may go on."""
+    copy = run_dir.with_name(f"{run_dir.name} goes on")
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(run_dir, copy)
+
+
+def goes_on(run_dir: Path, before: Path) -> bool:
+    """The run has more steps than before, which its schedules know."""
+    restarts = settings(run_dir)["schedule_restarts."]
+    return changed(before, run_dir) == {"steps", "schedule_restarts"} and restarts == [settings(before)["steps."]]
+
+
 def finished(run_dir: Path, *, drawable: bool = True) -> Finished:
     launch, config = read_launch(run_dir), config_from_dict(read_tables(run_dir / "config.toml"))
     assert launch is not None
@@ -125,9 +139,14 @@ def control(home: Path) -> Path:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("verdict", "fields"),
-    [("better", None), ("worse", {"update.learning_rate"}), ("unclear", {"steps"})],
+    [("unclear", None), ("better", None), ("worse", {"update.learning_rate"})],
 )
 def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, language: Path) -> None:
+    if verdict == "unclear":
+        copy = a_copy(language)
+        execute(commanded(after_training(finished(copy), ended(copy, verdict))))
+        assert goes_on(copy, language)
+        return
     advised = commanded(after_training(finished(language), ended(language, verdict)))
     execute(advised)
     if fields is None:
@@ -144,7 +163,7 @@ def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, lang
     [
         ("reached", True, None),
         ("reached", False, {"seed"}),
-        ("short", True, {"steps"}),
+        ("short", True, None),
         ("better", True, None),
         ("better", False, {"seed"}),
         ("worse", True, {"update.learning_rate"}),
@@ -152,6 +171,11 @@ def test_advice_after_a_language_run(verdict: str, fields: set[str] | None, lang
     ],
 )
 def test_advice_after_a_control_run(verdict: str, drawable: bool, fields: set[str] | None, control: Path) -> None:
+    if verdict == "short":
+        copy = a_copy(control)
+        execute(commanded(after_training(finished(copy), ended(copy, verdict))))
+        assert goes_on(copy, control)
+        return
     advised = commanded(after_training(finished(control, drawable=drawable), ended(control, verdict)))
     execute(advised)
     if fields is None:
@@ -164,7 +188,7 @@ def test_advice_after_a_control_run(verdict: str, drawable: bool, fields: set[st
 def test_more_steps_are_never_fewer_than_the_recipe_s(control: Path) -> None:
     """Twice the 2 steps of this run would be fewer than the recipe's own 32."""
     advised = commanded(after_training(finished(control), ended(control, "short")))
-    assert shlex.split(advised)[1:] == ["train", "cartpole_grpo", "--epochs", "1", *QUICK]
+    assert shlex.split(advised)[1:] == ["train", "--resume", "an agent", "--steps", "32"]
     long = replace(finished(control), config=replace(finished(control).config, steps=40))
     assert "--steps 80" in after_training(long, ended(control, "short"))
 
@@ -293,10 +317,13 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
     assert advised.startswith("import covey; covey.run(covey.RunConfig(")
     assert advised.endswith("), task=task, rewards=[longest], recipe_name='mine')")
     for verdict in ADVICE["language"]:
-        run_dir = Path("by hand")
+        run_dir = a_copy(Path("by hand"))
         call = commanded(after_training(finished(run_dir), ended(run_dir, verdict)))
         assert execute(call, task=given["task"], longest=longest)
-        assert changed(run_dir, newest_run()) == ({"update.learning_rate"} if verdict == "worse" else {"steps"})
+        if verdict == "worse":
+            assert changed(run_dir, newest_run()) == {"update.learning_rate"}
+        else:
+            assert goes_on(run_dir, Path("by hand"))
 
 
 @pytest.mark.slow

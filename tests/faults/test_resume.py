@@ -19,7 +19,15 @@ from helpers.cases import slow_unless
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import WAYS, write_iterative_recipes
 from helpers.kills import Draw, Kills, anywhere, inside
-from helpers.run_helpers import CALLS_OF_A_STEP, Moment, covey, files, reproducible_metrics, write_recipe
+from helpers.run_helpers import (
+    CALLS_OF_A_STEP,
+    Moment,
+    assert_same_run,
+    covey,
+    files,
+    reproducible_metrics,
+    write_recipe,
+)
 from helpers.tiny_models import calling_folder, tiny_folder
 
 STEPS = 8
@@ -141,6 +149,11 @@ def refreshes_the_reference(run_dir: Path, metrics: Metrics) -> None:
     assert all(line["mismatch/capped_fraction"] == 0 for line in metrics if "mismatch/capped_fraction" in line)
 
 
+def learns_from_a_teacher(run_dir: Path, metrics: Metrics) -> None:
+    learns(run_dir, metrics)
+    assert all(0 < line["teacher/rollouts"] < 1 and line["teacher/divergence"] > 0 for line in metrics)
+
+
 def copies_the_policy(run_dir: Path, metrics: Metrics) -> None:
     refreshes_the_reference(run_dir, metrics)
     after_a_refresh, between = ([line["kl"] for line in metrics[first::2]] for first in (0, 1))
@@ -225,6 +238,11 @@ KINDS = {
     "reference, averaged in bf16": Kind(
         f"{REFERENCE} --refresh-fraction 0.3 --precision bf16",
         refreshes_the_reference,
+    ),
+    "teacher": Kind(
+        "tiny.toml --teacher.model reference --teacher.prompt {answer}{best_sibling} --refresh-every 2 "
+        "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
+        learns_from_a_teacher,
     ),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
@@ -415,6 +433,34 @@ def test_a_finished_run_resumes_to_its_end_again_and_names_another_machine(place
     assert code == 0, output
     assert "torch was 1.0" in output
     assert files(copy / "model") == before
+
+
+@pytest.mark.parametrize("name", slow_unless(["GRPO"], KINDS))
+def test_a_finished_run_that_goes_on_ends_with_the_bits_of_a_longer_run(name: str, place: Path) -> None:
+    """Killed in the added steps; a falling schedule begins again in both."""
+    made, policy = runs(name, place), KINDS[name].command == "train"
+    shorter, longer = (["--steps", STEPS // 2], ["--steps", STEPS]) if policy else (["--epochs", 1], ["--epochs", 2])
+    same = ["--schedule", "constant"] if made.command == "reward-model train" else []
+    run_dir, whole = place / f"{name} goes on", place / f"{name} longer"
+    code, output = covey(*made.words, *same, *shorter, "--run-dir", run_dir, cwd=place)
+    assert code == 0, output
+    done = json.loads((run_dir / "summary.json").read_text())["steps"]
+    resume = [*made.command.split(), "--resume", run_dir]
+    if name in MANY:
+        code, output = covey(*resume, *longer, cwd=place, moment=Moment(done + 1))
+        assert code == -signal.SIGKILL, output
+        assert f"the finished run goes on after step {done} with" in output
+        longer = []
+    code, output = covey(*resume, *longer, cwd=place)
+    assert code == 0, output
+    restart = [] if same else ["--schedule-restarts", done]
+    code, output = covey(
+        *made.words, *same, *restart, *([] if policy else ["--epochs", 2]), "--run-dir", whole, cwd=place
+    )
+    assert code == 0, output
+    (run_dir / f"held_out/step_{done:06d}.jsonl").unlink(missing_ok=True)  # of its first end
+    (whole / f"held_out/step_{done:06d}.jsonl").unlink(missing_ok=True)
+    assert_same_run(run_dir, whole)
 
 
 @pytest.mark.slow

@@ -64,6 +64,22 @@ def test_half_of_the_time_is_for_training_if_evaluations_need_more() -> None:
     assert pace.seconds_left == 50.0
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_after_a_restart_steps_and_times_count_from_there(resumed: bool) -> None:
+    """40 s of 80 s are left for the 6 steps after step 4, so 20 s are half of them."""
+    clock = FakeClock()
+    pace = TimeBudget(100.0, 10, clock, restart=4)
+    pace.begin(0.0, 20.0)
+    after(pace, clock, 4, 40.0)
+    assert pace.over(lambda place: place)(5) == 5
+    after(pace, clock, 5, 20.0)
+    if resumed:
+        pace = TimeBudget(100.0, 10, clock, restart=4)
+        pace.begin(60.0, 20.0, {}, 40.0)
+    assert pace.over(lambda place: place)(6) == pytest.approx(4 + 1 + 6 * 20 / 40)
+    assert pace.over(lambda place: place)(3) == pytest.approx(min(1 + 4 * 60 / 80, 4))
+
+
 def test_without_a_budget_nothing_changes() -> None:
     pace, schedule = Pace(), linear(1.0, steps=10)
     pace.begin(5.0, 5.0, {1: 2.0})

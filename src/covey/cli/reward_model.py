@@ -21,7 +21,7 @@ from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
 from covey.config.files import user_path
 from covey.config.model_sources import locate_model
-from covey.config.recipe import read_recipe
+from covey.config.recipe import read_recipe, split_overrides
 from covey.config.sft import RewardModelTraining, check_training, reward_model_fault
 from covey.config.terminal import say
 from covey.runtime.interrupts import EXIT_CODE
@@ -37,7 +37,7 @@ MOST_CONTINUATIONS = 256  # for which there are random numbers
 EVALUATION_FIELDS = ("grade_loss", "grade_column", "max_tokens", "long_examples", "device", "precision", "threads")
 
 # Fields of a training that have options of their own, or none.
-OF_THE_RUN = ("data", "held_out", "run_dir", "algorithm", "steps")
+OF_THE_RUN = ("data", "held_out", "run_dir", "algorithm", "steps", "schedule_restarts")
 
 DATA = """\
 The data are a JSONL file with one JSON object on each line, of one of these kinds:
@@ -52,12 +52,15 @@ are options too, such as --model and --max-new-tokens. The file is data for cove
 
 
 def _train_options(parser: Parser) -> None:
-    parser.usage = "covey reward-model train DATA [options]\n       covey reward-model train --resume RUN_DIR"
+    parser.usage = (
+        "covey reward-model train DATA [options]\n       covey reward-model train --resume RUN_DIR [--epochs N]"
+    )
     parser.epilog = DATA
     option(parser, "[DATA]", "JSONL file")
     option(parser, "--held-out FILE", "JSONL file for the evaluation (a part of DATA)")
     option(parser, "--run-dir DIR", "folder of the training (runs/reward_model-<number>)")
-    option(parser, "--resume RUN_DIR", "continue a stopped training from its last checkpoint")
+    resume = "continue a stopped training from its last checkpoint; a finished one with --epochs N"
+    option(parser, "--resume RUN_DIR", resume)
     add_fields(parser, RewardModelTraining, flags=False, without=OF_THE_RUN)
 
 
@@ -92,10 +95,10 @@ def train_action(arguments: argparse.Namespace, _fields: list[str]) -> int | Non
     texts = {item.name: getattr(arguments, item.name, None) for item in fields(RewardModelTraining)}
     words = [word for name, text in texts.items() if text and name != "data" for word in (option_of(name), text)]
     if arguments.resume:
-        run_dir = resumed_run(arguments.resume, arguments.data, *words)
+        run_dir, limits = resumed_run(arguments.resume, arguments.data), dict(split_overrides(words))
         from covey.experiment.reward_models import RewardModelBuilder
 
-        return EXIT_CODE if RewardModelBuilder.resume(run_dir) is None else None
+        return EXIT_CODE if RewardModelBuilder.resume(run_dir, limits) is None else None
     if not arguments.data:
         raise ConfigError(f"name the data, such as: {command('reward-model', 'train', 'pairs.jsonl')}")
     config = _config(arguments)

@@ -8,7 +8,7 @@ from covey.cli.options import RECIPE, Command, Parser, field_line, field_options
 from covey.cli.train import resumed_run
 from covey.config import ConfigError, RunConfig
 from covey.config.fields import command
-from covey.config.recipe import find_recipe, read_sft_recipe
+from covey.config.recipe import find_recipe, read_sft_recipe, split_overrides
 from covey.config.sft import EXAMPLES_BY_NAME, SFT_TABLE, is_function, is_run
 from covey.runtime.interrupts import EXIT_CODE
 from covey.runtime.variables import own_rank
@@ -24,9 +24,10 @@ OTHER_FIELDS = (
 
 
 def _options(parser: Parser) -> None:
-    parser.usage = "covey sft RECIPE [--field value ...]\n       covey sft --resume RUN_DIR"
+    parser.usage = "covey sft RECIPE [--field value ...]\n       covey sft --resume RUN_DIR [--epochs N]"
     option(parser, "[RECIPE]", RECIPE)
-    option(parser, "--resume RUN_DIR", "continue a stopped training, exactly from its last checkpoint")
+    resume = "continue a stopped training from its last checkpoint; a finished one with --epochs N"
+    option(parser, "--resume RUN_DIR", resume)
     options = {f"{row.section}.{row.name}".lstrip("."): (option, row) for option, row in field_options(RunConfig)}
     own = [(option.replace(f"{SFT_TABLE}.", ""), row) for option, row in options.values() if row.section == SFT_TABLE]
     parser.epilog = "\n".join(
@@ -46,10 +47,10 @@ def _options(parser: Parser) -> None:
 def sft_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     """`covey sft`; returns the exit code of a stopped training, which has printed how to continue."""
     if arguments.resume:
-        run_dir = resumed_run(arguments.resume, arguments.recipe, *fields)
+        run_dir, limits = resumed_run(arguments.resume, arguments.recipe), dict(split_overrides(fields))
         from covey.experiment.sft import SFTBuilder
 
-        return EXIT_CODE if SFTBuilder.resume(run_dir) is None else None
+        return EXIT_CODE if SFTBuilder.resume(run_dir, limits) is None else None
     if not arguments.recipe:
         raise ConfigError(f"name a recipe, such as: {command('sft', 'my.toml')}")
     config = read_sft_recipe(arguments.recipe, fields)

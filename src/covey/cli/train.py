@@ -19,6 +19,7 @@ from covey.config.recipe import (
     read_recipe,
     read_tables,
     root_of,
+    split_overrides,
     training_command,
 )
 from covey.config.terminal import fitted, say
@@ -30,19 +31,19 @@ EXAMPLES = {"train": "arithmetic_grpo", "iterate": "my.toml"}  # recipes
 
 
 def _run_options(parser: Parser) -> None:
-    parser.usage = f"{parser.prog} RECIPE [--field value ...]\n       {parser.prog} --resume RUN_DIR"
+    parser.usage = f"{parser.prog} RECIPE [--field value ...]\n       {parser.prog} --resume RUN_DIR [--steps N]"
     add_fields_help(parser)
     option(parser, "[RECIPE]", RECIPE)
-    option(parser, "--resume RUN_DIR", "continue a stopped run, exactly from its last checkpoint")
+    option(parser, "--resume RUN_DIR", "continue a stopped run from its last checkpoint; a finished one with --steps N")
 
 
 def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | None:
     """`covey train` and `covey iterate`; returns the exit code of a stopped run, which has printed how to continue."""
     if arguments.resume:
-        run_dir = resumed_run(arguments.resume, arguments.recipe, *fields)
+        run_dir, limits = resumed_run(arguments.resume, arguments.recipe), dict(split_overrides(fields))
         from covey.experiment.run import resume
 
-        return EXIT_CODE if resume(run_dir) is None else None
+        return EXIT_CODE if resume(run_dir, limits=limits) is None else None
     if not arguments.recipe:
         raise ConfigError(f"name a recipe, such as: {command(arguments.command, EXAMPLES[arguments.command])}")
     config = read_recipe(arguments.recipe, fields)
@@ -62,14 +63,14 @@ def train_command(arguments: argparse.Namespace, fields: list[str]) -> int | Non
     return EXIT_CODE if run(config, recipe_name=arguments.recipe, launch=launch) is None else None
 
 
-def resumed_run(folder: str, *others: str | None) -> Path:
+def resumed_run(folder: str, source: str | None) -> Path:
     """The folder of the run that --resume names.
 
     Raises:
-        ConfigError: if there are other words, or no run that can be resumed.
+        ConfigError: if a recipe or data are named too, or there is no run that can be resumed.
     """
-    if given := list(filter(None, others)):
-        raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {given[0]}")
+    if source:
+        raise ConfigError(f"a resumed run keeps the settings that it began with: leave out {source}")
     run_dir = user_path(folder, "--resume: ")
     if not own_rank():
         check_run_dir(run_dir, resume=True)

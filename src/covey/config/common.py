@@ -422,6 +422,17 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
+def restarts_field() -> Any:
+    """The field of the steps after which a training was continued."""
+    return config_field(
+        (),
+        "steps after which the schedules of learning rate and group size begin again, without warm-up; a finished run "
+        "that goes on (--resume RUN --steps N) adds its last step",
+        min=1,
+        advanced=True,
+    )
+
+
 @table(frozen=True)
 class RunBase(Table):
     """Top-level fields that both kinds of run share."""
@@ -433,6 +444,7 @@ class RunBase(Table):
         "time for training and evaluations, such as 90s, 8min or 1.5h: if it is used before the last step, training "
         "ends, and what depends on the share of steps so far, such as the learning rate, follows the time; unset: none",
     )
+    schedule_restarts: tuple[int, ...] = restarts_field()
     seed: int = config_field(0, "seed of all random choices", min=0, max=2**32 - 1)
     run_dir: str = config_field("", "folder of the run; empty: runs/<recipe>-<number>")
     threads: int = config_field(0, "CPU threads; 0: one per core", min=0)

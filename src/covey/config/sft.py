@@ -16,6 +16,7 @@ from covey.config.common import (
     check_shards,
     check_trackers,
     config_field,
+    restarts_field,
     table,
 )
 from covey.config.fields import check_fields, command
@@ -215,6 +216,7 @@ class RewardModelTraining(ClusterConfig, RewardModelConfig):
     )
     algorithm: str = config_field(REWARD_MODEL_ALGORITHM, "always reward_model", choices=(REWARD_MODEL_ALGORITHM,))
     steps: int = config_field(0, "optimizer steps, which follow from the data", min=0)
+    schedule_restarts: tuple[int, ...] = restarts_field()
 
 
 def check_training(config: RewardModelConfig) -> None:
@@ -306,13 +308,12 @@ def reward_model_fault(name: str, *, per_step: bool) -> str:
     return ""
 
 
-def model_files(name: str) -> list[str]:
-    """The files of a reward model on which its scores depend; none for a hub's model, whose name has its version.
-
-    Raises:
-        ConfigError: if there is no such model.
+def model_files(source: ModelSource) -> list[str]:
+    """The files of a model on which its numbers depend; none for a hub's model, whose name has its version, and for a
+    checkpoint, which has checksums.
     """
-    source = locate_reward_model(name)
+    if source.kind is ModelKind.GGUF:
+        return [source.name]
     if source.kind is not ModelKind.FOLDER:
         return []
     folder = Path(source.name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 Schedule = Callable[[float], float]  # a float is a place between two steps, in a run with a time budget
+Number = TypeVar("Number", int, float)
 
 
 def constant(value: float, *, warmup_steps: int = 0) -> Schedule:
@@ -44,6 +46,28 @@ def cosine(value: float, *, steps: int, warmup_steps: int = 0) -> Schedule:
             return value * step / warmup_steps
         progress = min(1.0, (step - warmup_steps) / max(1, steps + 1 - warmup_steps))
         return value * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return schedule
+
+
+def restarted(
+    shape: Callable[[int, int], Callable[[float], Number]], steps: int, restarts: Sequence[int] = ()
+) -> Callable[[float], Number]:
+    """The schedule of a run of `steps` steps that begins again after each step of `restarts`.
+
+    The warm restarts of SGDR (arXiv 1608.03983, section 3): at a step after the restart r, before the next one or the
+    end r', it is shape(r, r')(step - r).
+
+    Args:
+        shape: the schedule of the steps after one number up to another, by step from 1.
+        steps: number of all steps.
+        restarts: ascending, below `steps`.
+    """
+    parts = [(begin, shape(begin, end)) for begin, end in zip((0, *restarts), (*restarts, steps), strict=True)]
+
+    def schedule(step: float) -> Number:
+        begin, part = next((one for one in reversed(parts) if step > one[0]), parts[0])
+        return part(step - begin)
 
     return schedule
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from covey.config import ControlConfig, ConversationConfig, RunConfig
@@ -81,6 +82,11 @@ class Launch:
         if not all(isinstance(word, str) for word in words):
             raise TypeError("words are texts")
         return launch
+
+    def with_fields(self, changes: Mapping[str, Any]) -> Launch:
+        """The launch with other values of some fields: of a field that is named twice the last value counts."""
+        words = (word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+        return replace(self, fields=(*self.fields, *words)) if self.recipe else self
 
     @property
     def title(self) -> str:
@@ -194,11 +200,13 @@ def _smaller(config: Config | None, name: str) -> str:
     return "" if value in (None, True, 1) else f"lower {name} (is {value})"
 
 
-def go_on(launch: Launch, run_dir: str | Path) -> str:
-    """The command or call that resumes a run."""
+def go_on(launch: Launch, run_dir: str | Path, limits: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The command or call that resumes a run, a finished one with higher limits."""
     if launch.recipe:
-        return command(*resuming_command(Path(run_dir)).split(), "--resume", run_dir)
-    return _call("resume", repr(str(run_dir)), replace(launch, name=PYTHON_NAME))
+        words = [word for name, value in limits.items() for word in (f"--{name.replace('_', '-')}", value)]
+        return command(*resuming_command(Path(run_dir)).split(), "--resume", run_dir, *words)
+    call = _call("resume", repr(str(run_dir)), replace(launch, name=PYTHON_NAME))
+    return f"{call[:-1]}, limits={dict(limits)})" if limits else call
 
 
 def after_training(run: Finished, summary: dict[str, Any]) -> str:
@@ -285,14 +293,14 @@ def python_of(config: Any) -> str:
 
 
 def _longer(run: Finished) -> str:
-    """Advice to train twice as long, or as long as the recipe if that is longer."""
-    changes: dict[str, Any] = {"steps": 2 * run.config.steps}
-    if run.launch.recipe_steps > changes["steps"]:
-        changes["steps"] = None
-    budget = run.config.token_budget if isinstance(run.config, RunConfig) else 0
-    if budget:
-        changes["token_budget"] = 2 * budget
-    return start(run.launch, run.config, changes)
+    """Advice to go on until the run is twice as long, or as long as the recipe if that is longer."""
+    config = run.config
+    limits: dict[str, Any] = {"steps": max(2 * config.steps, run.launch.recipe_steps)}
+    if isinstance(config, RunConfig) and config.token_budget:
+        limits["token_budget"] = 2 * config.token_budget
+    if isinstance(config, RunConfig | ControlConfig) and config.time_budget:
+        limits["time_budget"] = f"{2 * config.budget_seconds:.0f}s"
+    return go_on(run.launch, run.run_dir, limits)
 
 
 def _more_slowly(run: Finished) -> str:

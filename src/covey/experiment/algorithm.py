@@ -172,7 +172,15 @@ def build_learners(
         critic_warmup_steps=update.critic_warmup_steps,
     )
     rates = [
-        pace.over(learning_rate_schedule(update.schedule, peak, steps=config.steps, warmup_steps=update.warmup_steps))
+        pace.over(
+            learning_rate_schedule(
+                update.schedule,
+                peak,
+                steps=config.steps,
+                warmup_steps=update.warmup_steps,
+                restarts=config.schedule_restarts,
+            )
+        )
         for peak in (update.learning_rate, update.critic_learning_rate or update.learning_rate)
     ]
     optimizers = [build_optimizer(module, update, team, weights) for module, weights in modules]
@@ -186,7 +194,9 @@ def build_learners(
 
 def build_pace(config: RunBase) -> Pace:
     """The pace of a run of `config.steps` steps."""
-    return Pace() if config.time_budget is None else TimeBudget(config.budget_seconds, config.steps)
+    if config.time_budget is None:
+        return Pace()
+    return TimeBudget(config.budget_seconds, config.steps, restart=(config.schedule_restarts or (0,))[-1])
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, weights: Weights = WHOLE) -> MasterAdamW:

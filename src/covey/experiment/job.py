@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
@@ -27,6 +28,9 @@ from covey.experiment import advice
 from covey.experiment.advice import Config, Finished, Launch
 from covey.experiment.resuming import (
     Origin,
+    beyond,
+    describe_restart,
+    elapsed_after,
     keep_best,
     plain_config,
     read_beginning,
@@ -182,6 +186,7 @@ class Job:
         origin: the record of the run's beginning; None: it begins now, or the record is lost.
         notes: for the user, before the training.
         resuming: the folder has a run already.
+        goes_on: the run is finished, and `config` has other limits and the restart of its schedules.
     """
 
     store: RunStore
@@ -190,6 +195,7 @@ class Job:
     origin: Origin | None = None
     notes: Sequence[str] = ()
     resuming: bool = False
+    goes_on: bool = False
 
     def refuse_changed(self, inputs: dict[str, str]) -> None:
         """Refuse files that have changed since the run began.
@@ -255,6 +261,8 @@ class Job:
             if self.resuming:
                 for line in differences(origin["environment"], experiment.machine):
                     display.note(f"resuming in a different environment, so results may not be bitwise equal: {line}")
+                if self.goes_on:
+                    self._go_on(origin, team)
                 again = advice.start_again(self.launch, builder.config, store.run_dir)
                 progress = restore_checkpoint(
                     parts, store, display, settings.checkpoint_every, again, rollouts=builder.has_rollouts
@@ -262,7 +270,7 @@ class Job:
                 if builder.has_rollouts:
                     repeated = RepeatedSteps(store.removed, store.rollouts_path, display.note)
                     parts = replace(parts, observers=(*parts.observers, repeated))
-            self._begin_pace(settings, progress, origin, display)
+            self._begin_pace(settings, progress, origin, display, team)
             trackers.begin(builder.tracked(origin["before"]), progress.step)
             with stop_requests(display.note) as stopped:
                 should_stop = partial(asked_any, team, lambda: stopped() or own.failed)
@@ -295,10 +303,14 @@ class Job:
         builder.show(display, summary, finished)
         return summary
 
-    def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display) -> None:
-        """Begin or continue the time budget, if there is one."""
+    def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display, team: Team) -> None:
+        """Begin or continue the time budget, if there is one; every rank calls it."""
         recorded = {step: line[METRIC] for step, line in self.store.removed_metrics.items() if METRIC in line}
-        settings.pace.begin(progress.seconds, 2 * sum(one["seconds"] for one in origin["before"]), recorded)
+        steps = progress.step, (self.config.schedule_restarts or (0,))[-1]
+        own = [] if team.rank else [elapsed_after(step, self.store.run_dir) for step in steps]
+        elapsed, restarted = exchange_json(team, own)[0]
+        evaluations = 2 * sum(one["seconds"] for one in origin["before"])
+        settings.pace.begin(progress.seconds or elapsed, evaluations, recorded, restarted)
         display.seconds_budgeted = lambda: settings.pace.seconds_left
         if math.isfinite(left := settings.pace.seconds_left):
             display.note(f"time left for training in the budget: {clock(left)}")
@@ -315,6 +327,23 @@ class Job:
         }
         write_atomically(self.store.run_dir / ORIGIN_FILE, json.dumps(origin, indent=2).encode())
         return origin
+
+    def _go_on(self, origin: Origin, team: Team) -> None:
+        """Record the new limits of a finished run, which becomes one that was stopped after its last step.
+
+        Every rank calls it. If it is interrupted, the folder has the old limits or the new ones: a config that is
+        missing is written again from the record.
+        """
+        exchange_json(team, None)  # every rank has read the folder
+        if team.rank:
+            return
+        store, path = self.store, self.store.run_dir / CONFIG_FILE
+        store.reopen((self.config.schedule_restarts or (0,))[-1])
+        with faults_of(path):
+            path.unlink(missing_ok=True)
+            record = origin | {"config": plain_config(self.config), "launch": vars(self.launch)}
+            write_atomically(store.run_dir / ORIGIN_FILE, json.dumps(record, indent=2).encode())
+            write_config(self.config, path)
 
     def _how_to_continue(self) -> str:
         if holds_run(self.store.run_dir):
@@ -408,16 +437,19 @@ def faults_of_run(store: RunStore, launch: Launch, config: Config | None = None)
 
 
 @contextmanager
-def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Job]:
+def resumed(
+    team: Team, run_dir: str | Path, kind: str, limits: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Job]:
     """Context manager: the training of a run folder that is resumed.
 
     Args:
         team: the ranks.
         run_dir: the folder.
         kind: the words of the command that resumes such a run, "train", "sft" or "reward-model train".
+        limits: beyond which a finished run goes on (`covey.experiment.resuming.LIMITS`).
 
     Raises:
-        ConfigError: if it has no run of this kind, or its settings have changed.
+        ConfigError: if it has no run of this kind, its settings have changed, or it cannot go on so.
     """
     with open_store(team, run_dir, resume=True) as store:
         launch = advice.read_launch(store.shared_dir) or Launch(str(store.shared_dir / CONFIG_FILE))
@@ -428,8 +460,13 @@ def resumed(team: Team, run_dir: str | Path, kind: str) -> Iterator[Job]:
             raise ConfigError(
                 f"{run_dir} is a run of covey {own}: continue it with {command(*own.split(), '--resume', run_dir)}"
             )
+        if limits:
+            with faults_of_run(store, launch, config):
+                config = beyond(config, origin, limits, store.shared_dir, kind)
+            launch = launch.with_fields(limits)
+            notes = [*notes, *describe_restart(config)]
         with faults_of_run(store, launch, config):
-            yield Job(store, launch, config, origin, notes, resuming=True)
+            yield Job(store, launch, config, origin, notes, resuming=True, goes_on=bool(limits))
 
 
 def build_checkpoints(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +13,27 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
-from covey.config.fields import command
+from covey.config.fields import command, plural
 from covey.config.files import faults_of, machine_error, read_below
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
-from covey.config.recipe import config_from_dict, config_to_dict, first_difference, read_tables, write_config
+from covey.config.recipe import (
+    apply_overrides,
+    config_from_dict,
+    config_to_dict,
+    first_difference,
+    read_tables,
+    write_config,
+)
+from covey.config.rules import get
 from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.experiment.advice import MEMORY_FIELDS, Config, Launch, go_on
 from covey.runtime.checkpoint import CheckpointError, CheckpointFolder
 from covey.runtime.distributed import exchange_json
 from covey.tracking.console import Display
-from covey.tracking.run_folder import METRICS_FILE, ORIGIN_FILE, RESUMED_BY
+from covey.tracking.run_folder import METRICS_FILE, ORIGIN_FILE, RESUMED_BY, SUMMARY_FILE
 from covey.tracking.run_store import RunStore, read_metrics
-from covey.train.state import Progress, Trainable, load_checkpoint
+from covey.train.pace import METRIC, training_seconds
+from covey.train.state import Progress, Trainable, load_checkpoint, progress_of
 
 Origin = dict[str, Any]
 
@@ -97,14 +106,16 @@ def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> list[str]:
         ConfigError: for the first other one.
     """
     began, now, notes = copy.deepcopy(origin["config"]) | {"run_dir": ""}, plain_config(config), []
+    with suppress(ConfigError, TypeError, ValueError, AttributeError):  # a run of an older version has not all fields
+        began = plain_config(config_from_dict(began))
     for name in MEMORY_FIELDS:
         (before, key), (after, _) = _table_of(began, name), _table_of(now, name)
         if key in before and key in after and before[key] != after[key]:
             notes.append(f"{name} was {_value(began, name)} and is {_value(now, name)}: the last bits may differ")
             before[key] = after[key]
     kept = {"trackers": now["trackers"]}  # a resumed run may change them
-    if isinstance(config, RewardModelTraining):  # a run of an older version has not all fields
-        began, kept = plain_config(RewardModelTraining()) | began, kept | {"weights": config.weights}
+    if isinstance(config, RewardModelTraining):
+        kept["weights"] = config.weights
     elif isinstance(config, RunConfig):  # the division of the weights changes no bit
         kept["cluster"] = began.get("cluster", {}) | {"weights": config.cluster.weights}
     began |= kept
@@ -115,6 +126,95 @@ def _refuse_changed(config: Config, origin: Origin, run_dir: Path) -> list[str]:
         f"{run_dir / CONFIG_FILE} has changed since the run began: {name} was {_value(began, name)} and is "
         f"{_value(now, name)}; a resumed run keeps its settings, so put it back, or {_anew(config, run_dir)}"
     )
+
+
+# The limits beyond which a finished run can go on, by the command that trains it.
+LIMITS = {
+    "train": ("steps", "token_budget", "time_budget", "evaluation.patience"),
+    "sft": ("sft.epochs", "time_budget", "sft.patience"),
+    "reward-model train": ("epochs", "patience"),
+}
+
+
+def beyond(config: Config, origin: Origin | None, limits: Mapping[str, Any], run_dir: Path, kind: str) -> Config:
+    """The config of a finished run that goes on until other limits. Its schedules begin again after its last step.
+
+    Args:
+        config: of the run.
+        origin: the record of its beginning.
+        limits: names of fields, as on the command line, and their values.
+        run_dir: its folder.
+        kind: the command that trains it, a key of `LIMITS`.
+
+    Raises:
+        ConfigError: for another field, a run that is not finished, or a limit that is reached already.
+    """
+    tables, pairs = config_to_dict(config), [(name, str(value)) for name, value in limits.items()]
+    for (typed, _), name in zip(pairs, apply_overrides(tables, pairs, sft=kind == "sft"), strict=True):
+        if name not in LIMITS[kind]:
+            raise ConfigError(
+                "a resumed run keeps the settings that it began with; a finished one can go on beyond its limits "
+                f"({', '.join(LIMITS[kind])}): leave out --{typed}"
+            )
+    if not (run_dir / SUMMARY_FILE).is_file():
+        words = command(*kind.split(), "--resume", run_dir)
+        raise ConfigError(
+            f"the run in {run_dir} is not finished, so it keeps its limits: first let it end with {words}"
+        )
+    checkpoints = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER)
+    if not (saved := checkpoints.steps()):
+        raise ConfigError(f"the run in {run_dir} cannot go on, because {checkpoints.path} has no checkpoint")
+    progress, changed = progress_of(checkpoints.document(saved[-1])), config_from_dict(tables)
+    for epochs in {"epochs", "sft.epochs"} & {*LIMITS[kind]}:  # the steps follow from them
+        changed = replace(changed, steps=config.steps // get(config, epochs) * get(changed, epochs))
+    for name in LIMITS[kind]:
+        if reached := _reached(changed, name, progress, origin, run_dir):
+            option = f"--{name.rpartition('.')[2].replace('_', '-')}"
+            raise ConfigError(f"{name} of the run in {run_dir} is reached already: {reached}; give a higher {option}")
+    return replace(changed, schedule_restarts=(*config.schedule_restarts, progress.step))
+
+
+def _reached(config: Any, name: str, progress: Progress, origin: Origin | None, run_dir: Path) -> str:
+    """How a limit of the config is reached; empty if it is not."""
+    if name in ("steps", "sft.epochs", "epochs"):
+        return f"{progress.step:,} steps are done" if progress.step >= config.steps else ""
+    if name.endswith("patience"):
+        since, most = progress.evaluations_since_best, get(config, name)
+        return f"the last {since} evaluations were not better than the best" if most and since >= most else ""
+    if name == "token_budget":
+        budget = config.token_budget if isinstance(config, RunConfig) else 0
+        return f"{progress.decisions:,} tokens are sampled" if budget and progress.decisions >= budget else ""
+    if config.time_budget is None:
+        return ""
+    elapsed, before = elapsed_after(progress.step, run_dir), origin["before"] if origin else ()
+    available = training_seconds(config.budget_seconds, 2 * sum(one["seconds"] for one in before))
+    return f"{elapsed:.0f} s of training are used" if elapsed >= available else ""
+
+
+def elapsed_after(step: int, run_dir: Path) -> float:
+    """The seconds of a training after a step: by the clock of its time budget, else the sum over its steps."""
+    lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
+    recorded = [line[METRIC] for line in lines[-1:] if METRIC in line]
+    return float(recorded[0] if recorded else sum(line.get("time/step", 0.0) for line in lines))
+
+
+def describe_restart(config: Config) -> list[str]:
+    """What begins again in a run that goes on, one line each."""
+    done = (config.schedule_restarts or (0,))[-1]
+    added = plural(config.steps - done, "step")
+    rates: Any = config
+    if not isinstance(config, RewardModelTraining):
+        rates = config.sft if isinstance(config, RunConfig) and _is_sft(config) else config.update
+    lines = [f"the finished run goes on after step {done:,} with {added} more"]
+    if rates.schedule != "constant":
+        lines.append(
+            f"the {rates.schedule} schedule of the learning rate begins again: it falls from {rates.learning_rate:g}, "
+            f"without warm-up, over the added {added}"
+        )
+    if isinstance(config, RunConfig) and config.sampling.final_group_size is not None:
+        sizes = config.sampling.group_size, config.sampling.final_group_size
+        lines.append(f"the group size begins again too: from {sizes[0]} to {sizes[1]} over the added {added}")
+    return lines
 
 
 def same_arguments(
@@ -255,9 +355,13 @@ def restore_checkpoint(
 
 
 def keep_best(parts: Trainable, progress: Progress) -> None:
-    """Name the best checkpoint at the end of training if the run keeps it."""
-    checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
-    checkpoints.tidy(progress.step, progress.best_step)
+    """Name the best checkpoint at the end of training if the run keeps it.
+
+    The best one of the evaluations between the steps stays too, because the run may go on with it.
+    """
+    if not parts.team.rank:
+        checkpoints: CheckpointFolder = parts.checkpoints  # type: ignore[assignment]
+        checkpoints.name_best(progress.best_step)
 
 
 def _loaded(parts: Trainable, checkpoints: CheckpointFolder, step: int) -> Progress:

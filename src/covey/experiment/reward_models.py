@@ -249,7 +249,8 @@ def build_reward_trainer(
     """The trainer of a reward model; `steps` is the number of optimizer steps over which the learning rate falls."""
     criterion = RewardCriterion(model, objective, config.microbatch_tokens)
     update = UpdateConfig(weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
-    return build_trainer(criterion, model.module, config, update, steps, model.team, model.weights, Pace())
+    restarts = config.schedule_restarts if isinstance(config, RewardModelTraining) else ()
+    return build_trainer(criterion, model.module, config, update, steps, model.team, model.weights, Pace(), restarts)
 
 
 def evaluate_reward_model(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from covey.algorithms import Algorithm
@@ -92,20 +93,24 @@ def resume(
     conversation: ConversationConfig | None = None,
     algorithm: Algorithm | None = None,
     observers: Observers = (),
+    limits: Mapping[str, Any] = MappingProxyType({}),
 ) -> Summary | None:
     """Resume a run that was stopped or killed; its results are those of an uninterrupted run.
+
+    A finished run goes on beyond its `limits`: {"steps": 200} is its new number of all steps. Other limits are
+    token_budget, time_budget and patience. A falling learning rate begins again and falls over the added steps.
 
     If the run was started with a task, rewards, a conversation, an algorithm or observers of its own in Python, pass
     them again. What they compute is not compared with what they computed before.
 
     Raises:
         RunError: as `run`.
-        ConfigError: if the folder has no run that can be resumed, or its settings, its data or the files of its
-            functions have changed since it began.
+        ConfigError: if the folder has no run that can be resumed, its settings, its data or the files of its
+            functions have changed since it began, or a limit is reached already.
         MachineError: for a fault of the machine; the run keeps its progress.
     """
     rewards, own = _listed(rewards), check_observers(observers)
-    with joined_ranks(), resumed(team_of(0), run_dir, "train") as job:
+    with joined_ranks(), resumed(team_of(0), run_dir, "train", limits) as job:
         same_arguments(job.launch, run_dir, task, rewards, algorithm)
         config, environment = same_conversation(job.config, conversation)
         assert not isinstance(config, RewardModelTraining)  # it is a run of covey train

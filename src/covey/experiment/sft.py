@@ -189,7 +189,10 @@ class SFTBuilder(SupervisedBuilder):
         write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
         policy = policy.with_outputs(weights=divide_alone(policy, config.model, config.cluster, team))
         criterion = Likelihood(policy, batch_of)
-        trainer = build_trainer(criterion, module, sft, config.update, config.steps, team, policy.weights, self.pace)
+        trainer = build_trainer(
+            criterion, module, sft, config.update, config.steps, team, policy.weights, self.pace,
+            config.schedule_restarts,
+        )  # fmt: skip
 
         def batches(done: int) -> Iterator[list[EncodedExample]]:
             alone = [[example] for example in data.training]

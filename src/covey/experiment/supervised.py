@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from covey.config import CheckpointConfig, ConfigError, UpdateConfig
+from covey.config.fields import command
 from covey.config.model_sources import MODEL_FOLDER
 from covey.config.sft import SFT_ALGORITHM, SupervisedBase
 from covey.data import Team
@@ -56,8 +58,8 @@ class SupervisedBuilder(ExperimentBuilder):
         raise NotImplementedError
 
     @classmethod
-    def resume(cls, run_dir: Path) -> RunResult | None:
-        """Continue a stopped training exactly, from its last checkpoint.
+    def resume(cls, run_dir: Path, limits: Mapping[str, Any] = MappingProxyType({})) -> RunResult | None:
+        """Continue a stopped training exactly, from its last checkpoint, or a finished one beyond its limits.
 
         Returns:
             the content of summary.json; None if it was stopped again.
@@ -65,10 +67,14 @@ class SupervisedBuilder(ExperimentBuilder):
         Raises:
             ConfigError: if there is none, it is finished, or its settings or data have changed.
         """
-        with joined_ranks(), resumed(team_of(0), run_dir, cls.command) as job:
+        with joined_ranks(), resumed(team_of(0), run_dir, cls.command, limits) as job:
             config: Any = job.config
-            if job.store.finished():
-                raise ConfigError(f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}")
+            if job.store.finished() and not limits:
+                more = command(*cls.command.split(), "--resume", run_dir, "--epochs", "N")
+                raise ConfigError(
+                    f"the training in {run_dir} is finished: its model is {run_dir / MODEL_FOLDER}; it goes on with "
+                    f"{more}"
+                )
             check_ranks(config, sft=cls.command == SFT_ALGORITHM)
             data = cls.read(config, job.store.shared_dir)
             job.refuse_changed(data.inputs)
@@ -193,7 +199,7 @@ def check_same_data(inputs: dict[str, str], team: Team) -> None:
 
 def build_trainer(
     criterion: Criterion, module: nn.Module, config: SupervisedBase, update: UpdateConfig, steps: int, team: Team,
-    weights: Weights, pace: Pace,
+    weights: Weights, pace: Pace, restarts: Sequence[int] = (),
 ) -> SupervisedTrainer:  # fmt: skip
     """The trainer of a model.
 
@@ -205,9 +211,12 @@ def build_trainer(
         steps: over which the learning rate falls.
         team: the ranks.
         pace: of the learning rate.
+        restarts: steps after which a falling learning rate begins again.
     """
     optimizer = build_optimizer(module, replace(update, learning_rate=config.learning_rate), team, weights)
-    rate = learning_rate_schedule(config.schedule, config.learning_rate, steps=steps, warmup_steps=config.warmup_steps)
+    rate = learning_rate_schedule(
+        config.schedule, config.learning_rate, steps=steps, warmup_steps=config.warmup_steps, restarts=restarts
+    )
     return SupervisedTrainer(criterion, optimizer, pace.over(rate), team)
 
 

@@ -159,6 +159,20 @@ class CheckpointFolder(Checkpoints):
             ) from error
         return state
 
+    def document(self, step: int) -> dict[str, Any]:
+        """The state saved at `step` with references in place of tensors.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+        """
+        folder = self.folder(step)
+        try:
+            with faults_of(folder):
+                state: dict[str, Any] = json.loads(read_below(folder, _STATE))
+        except (ValueError, RecursionError, FileNotFoundError) as error:
+            raise CheckpointError(f"checkpoint {folder} has no {_STATE} that can be read") from error
+        return state
+
     def tensors(self, step: int, below: str) -> dict[str, Tensor]:
         """Load only the tensors of a nested dict of the state, such as "optimizer/masters", by their names in it.
 
@@ -208,6 +222,17 @@ class CheckpointFolder(Checkpoints):
         """
         with faults_of(self.path):
             self._remove_old(newest, best)
+
+    def name_best(self, step: int) -> None:
+        """Name the checkpoint of `step` as the best one, if it is there and the run keeps it; nothing is removed.
+
+        Raises:
+            MachineError: if the name cannot be written because of the disk.
+        """
+        if self.keep_best:
+            with faults_of(self.path):
+                exists = step in self.steps() and _damage(self.folder(step), hashes=False) is None
+                self._name_best(step, exists=exists)
 
     def remove(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it.

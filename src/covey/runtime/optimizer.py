@@ -289,11 +289,20 @@ def _move_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
 FALLING = {"linear": schedules.linear, "cosine": schedules.cosine}
 
 
-def learning_rate_schedule(name: str, peak: float, *, steps: int, warmup_steps: int) -> schedules.Schedule:
-    """The schedule "constant", "linear" or "cosine", which rises to `peak` over the first `warmup_steps`."""
+def learning_rate_schedule(
+    name: str, peak: float, *, steps: int, warmup_steps: int, restarts: Sequence[int] = ()
+) -> schedules.Schedule:
+    """The schedule "constant", "linear" or "cosine", which rises to `peak` over the first `warmup_steps`.
+
+    A falling one begins again at `peak` after each step of `restarts`, and falls until the next or the last step.
+    """
     if name == "constant":
         return schedules.constant(peak, warmup_steps=warmup_steps)
-    return FALLING[name](peak, steps=steps, warmup_steps=warmup_steps)
+
+    def fall(begin: int, end: int) -> schedules.Schedule:
+        return FALLING[name](peak, steps=end - begin, warmup_steps=0 if begin else warmup_steps)
+
+    return schedules.restarted(fall, steps, restarts)
 
 
 LARGEST_REPLICA = 0.7  # of a device's memory; the rest is for activations and for sampling

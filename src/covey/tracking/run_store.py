@@ -248,6 +248,14 @@ class RunStore:
         """True if the run has a summary."""
         return (self.shared_dir / SUMMARY_FILE).is_file()
 
+    def reopen(self, step: int) -> None:
+        """Make a finished run one that was stopped after its last step, so that it can go on."""
+        path = self.run_dir / SUMMARY_FILE
+        with faults_of(path), suppress(ValueError, TypeError):
+            self.write_stopped(json.loads(read_below(self.run_dir, SUMMARY_FILE)) | {"state": "stopped", "step": step})
+        with faults_of(path):
+            path.unlink()
+
     def _forget_stop(self) -> None:
         """Remove what a stopped run has left: stopped.json, and the weights unless they are those of a finished run."""
         path = self.run_dir / STOPPED_FILE

@@ -89,7 +89,7 @@ class Components:
 
     @property
     def entropy_control(self) -> EntropyControl:
-        """That of the policy."""
+        """The policy's."""
         return self.learners[0].entropy_control
 
     def adapt(self, step: int, metrics: Mapping[str, float], rollouts: int) -> None:
@@ -217,10 +217,14 @@ def saved_if_lost(run: Trainable, progress: Progress) -> Iterator[None]:
         raise
 
 
+def progress_of(state: dict[str, Any]) -> Progress:
+    """The progress in the state of a checkpoint; older ones of supervised trainings have the number of steps alone."""
+    return Progress(**state.get("progress", {"step": state.get("step")}))
+
+
 def load_checkpoint(run: Trainable, state: dict[str, Any]) -> Progress:
     """Restore a saved state; returns the progress of the run at that checkpoint."""
-    # Older checkpoints of supervised trainings have the number of steps alone.
-    progress = Progress(**state.get("progress", {"step": state.get("step")}))
+    progress = progress_of(state)
     for name, component in run.stateful().items():
         component.load_state_dict(state[name])
     run.begin_at(progress)

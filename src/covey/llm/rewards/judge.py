@@ -29,6 +29,7 @@ import httpx2
 from covey.config import ConfigError, MachineError, RewardConfig
 from covey.config.files import make_folder, user_path
 from covey.config.servers import endpoint, hide, is_this_machine, judge_token
+from covey.llm.data.template import filled, places
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
 from covey.runtime.event_loop import background
@@ -43,7 +44,6 @@ LONGEST_PAUSE_SECONDS = 8.0
 GIVE_UP_AFTER = 8  # questions in a row without a reply, or as many as are asked at a time if that is more
 RETRIED_STATUSES = (408, 409, 425, 429, *range(500, 600))
 Server = tuple[httpx2.AsyncClient, list[str]]  # a connection, and the addresses of the host
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class JudgeError(Exception):
@@ -130,25 +130,14 @@ class Judge(RewardRunner):
     def _questions(self, arguments: Mapping[str, Any]) -> list[str]:
         """The template filled for each completion. What is filled in is not searched for places again."""
         columns = {"prompt": arguments["prompts"], "completion": arguments["completions"], **arguments}
-        for name in _PLACE.findall(self.template):
+        for name in places(self.template):
             if name not in columns:
                 there = ", ".join(f"{{{name}}}" for name in columns if name not in ("prompts", "completions"))
                 raise InvalidResult(f"has {{{name}}} in its question, but there is only {there}")
         return [
-            _PLACE.sub(lambda match, row=row: _text(columns[match[1]][row]), self.template)  # type: ignore[misc]
+            filled(self.template, {name: columns[name][row] for name in places(self.template)})
             for row in range(len(arguments["completions"]))
         ]
-
-
-def _text(value: Any) -> str:
-    """A value as text: chat messages by their contents, with the roles if there are several."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
-        if len(value) == 1:
-            return str(value[0]["content"])
-        return "\n\n".join(f"{message.get('role', '')}: {message['content']}" for message in value)
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 # ---- asking ----
