@@ -91,9 +91,7 @@ def test_train_reads_the_recipe_and_runs_it(build: Build) -> None:
     assert config.sampling.max_new_tokens == 12
 
 
-def test_resume_takes_the_folder_and_fields(
-    build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_takes_the_folder_and_fields(build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunStore(tmp_path / "run") as store:
         (tmp_path / "run" / "config.toml").write_text(RECIPE)
         store.record(step_record(1))

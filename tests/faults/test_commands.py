@@ -81,7 +81,9 @@ def test_training_is_shown_line_by_line_where_there_is_no_terminal(trained):
     assert "\x1b[" not in output, "no control codes in a log"
     last = output.splitlines()[-1]
     assert "Next:" in last
-    assert "covey train --resume runs/tiny-001 --steps 8" in last or "covey eval" in last, "what it advises must work as it stands"
+    assert "covey train --resume runs/tiny-001 --steps 8" in last or "covey eval" in last, (
+        "what it advises must work as it stands"
+    )
     assert "model shards" not in output, "other libraries' progress bars are not ours"
 
 
