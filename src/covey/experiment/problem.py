@@ -138,7 +138,7 @@ class Conversations(Completions):
             ConfigError: if the model's chat template cannot continue a conversation.
         """
         style = Style(chat, self._style, self._tools)
-        ConversationEncoder(chat).check(style.reply_roles)
+        ConversationEncoder(style.chat).check(style.reply_roles)
         observation = min(self._observations, key=len, default="")
 
         def encode(prompt: Any) -> Sequence[int]:
