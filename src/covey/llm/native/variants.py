@@ -24,8 +24,8 @@ VARIANTS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "x86_64": ("x86-64", {"amx": _AMX, "avx512_bf16": _AVX512_BF16, "avx512": _AVX512, "avx2": _AVX2}),
     "aarch64": ("armv8-a", {"neon": ("asimd",)}),
 }
-# Intel alone makes processors with AVX-512 and without AVX512-BF16. With GCC 12's general tuning fp32 has other bits than
-# with that of -march=native there.
+# Intel alone makes processors with AVX-512 and without AVX512-BF16. With GCC 12's general tuning fp32 has other bits
+# there than with -march=native.
 TUNING = {"avx512": ["-mtune=skylake-avx512"]}
 
 
