@@ -83,6 +83,7 @@ class Judge(RewardRunner):
         low, high = config.judge_range
         self.reader = ScoreReader(low, high, config.judge_pattern, config.judge_field, config.judge_scores)
         self._matching = RewardPool("covey.llm.rewards.judge:read_one") if config.judge_pattern else None
+        self.slots = asyncio.Semaphore(config.judge_concurrency)  # of all calls together: each group is one
         self._calls: set[Future[Results]] = set()
 
     def start(
@@ -133,7 +134,7 @@ class Judge(RewardRunner):
         scores, error = [math.nan] * len(shown), str(outcome)
         if isinstance(outcome, Reply):
             scores, error = self.reader.read_list(outcome.text, len(shown), order=self.config.judge_order)
-        logs = {
+        logs: dict[str, list[Any]] = {
             "reply": [outcome.text if isinstance(outcome, Reply) else ""] * len(texts),
             "number": [place + 1 for place in places],
         }
@@ -198,7 +199,7 @@ class _Questions:
     """Questions of one call, answered from the cache or by the server."""
 
     def __init__(self, judge: Judge, questions: Sequence[str]) -> None:
-        self.config, self.address, self.cache = judge.config, judge.address, judge.cache
+        self.config, self.address, self.cache, self.slots = judge.config, judge.address, judge.cache, judge.slots
         self.requests = [{**judge.request, "messages": [{"role": "user", "content": text}]} for text in questions]
         self.keys = [ReplyCache.key(judge.address, request) for request in self.requests]
         self.failed_in_a_row = 0
@@ -234,7 +235,8 @@ class _Questions:
                 found[number] = JudgeError(f"was not asked, because {self.failed_in_a_row} in a row had no reply")
                 continue
             try:
-                reply = await self._ask(server, self.requests[number])
+                async with self.slots:
+                    reply = await self._ask(server, self.requests[number])
             except JudgeError as error:
                 found[number] = error
                 self.failed_in_a_row += 1
