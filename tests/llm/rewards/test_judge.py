@@ -674,9 +674,9 @@ def test_one_question_scores_all_completions_of_a_group(build, act, order: bool,
     with JudgeServer(act) as server:
         one = build(server, beside=[BESIDE], **RANKING, judge_order=order)
         groups = [
-            group("a", "aaaa", "a", "aa", answer="x"),
+            group("c", "cccc", "c", "cc", answer="x"),
             group("bbb", "bb", answer="x"),
-            group("a", "a", answer="x"),
+            group("c", "c", answer="x"),
         ]
         graded = one.grade(groups)
         assert rewards_of(graded)[:4] == expected
@@ -684,14 +684,14 @@ def test_one_question_scores_all_completions_of_a_group(build, act, order: bool,
         assert rewards_of(graded)[6:] == [0.0, 0.0], "the rest is the other reward, 0 with weight 0"
         assert len(server.questions) == 2
         assert sorted(sorted(numbered(question)) for question in server.questions) == [
-            ["a", "aa", "aaaa"],
+            ["c", "cc", "cccc"],
             ["bb", "bbb"],
         ]
-        [question] = [question for question in server.questions if "aaaa" in question]
+        [question] = [question for question in server.questions if "cccc" in question]
         assert [numbered(question)[rollout.extras["judge"]["number"] - 1] for rollout in groups[0].rollouts] == [
-            "a", "aaaa", "a", "aa",
+            "c", "cccc", "c", "cc",
         ]  # fmt: skip
-        one.grade([group("aa", "aaaa", "a", answer="x")])
+        one.grade([group("cc", "cccc", "c", answer="x")])
         assert len(server.questions) == 2, "the order of a question does not depend on the order of the siblings"
 
 
