@@ -684,8 +684,8 @@ def test_one_question_scores_all_completions_of_a_group(build, act, order: bool,
         assert rewards_of(graded)[6:] == [0.0, 0.0], "the rest is the other reward, 0 with weight 0"
         assert len(server.questions) == 2
         assert sorted(sorted(numbered(question)) for question in server.questions) == [
-            ["c", "cc", "cccc"],
             ["bb", "bbb"],
+            ["c", "cc", "cccc"],
         ]
         [question] = [question for question in server.questions if "cccc" in question]
         assert [numbered(question)[rollout.extras["judge"]["number"] - 1] for rollout in groups[0].rollouts] == [
