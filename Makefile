@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -40,6 +40,7 @@ help:
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
 	@echo "make release-check     all of the above but bench, gpu and arm: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
+	@echo "make wheel      a wheel with kernels inside for this architecture, in dist/"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
@@ -89,6 +90,9 @@ test-slow: $(VENV)/triton
 		$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" $(SLOW) -n $(WORKERS) --dist loadscope || status=$$?; \
 		$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" $(SLOW) || test $$? = 5 || status=1; \
 		exit $$status
+
+wheel: $(STAMP)
+	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w dist .
 
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)

@@ -74,6 +74,7 @@ from covey.config import (  # noqa: E402
     SamplerConfig,
     SamplingConfig,
     SelectionConfig,
+    TeacherConfig,
     UpdateConfig,
     WordProblemsConfig,
 )  # fmt: skip
@@ -87,8 +88,8 @@ __all__ = [
     "IterationConfig", "LoRAConfig", "LookupConfig", "LossConfig", "MazeConfig", "Observer", "PPOLoss", "PPOTrainer",
     "PolicyConfig", "ProcessConfig", "ReasoningGymConfig", "RecordConfig", "ReferenceConfig", "ReplayConfig",
     "RewardConfig", "RolloutsConfig", "RunConfig", "RunError", "RunningTotalConfig", "SamplerConfig", "SamplingConfig",
-    "SelectionConfig", "StepRecord", "UpdateConfig", "WordProblemsConfig", "compute_gae", "evaluate_run", "resume",
-    "run",
+    "SelectionConfig", "StepRecord", "TeacherConfig", "UpdateConfig", "WordProblemsConfig", "compute_gae",
+    "evaluate_run", "resume", "run",
 ]  # fmt: skip
 
 

@@ -58,6 +58,13 @@ model = "Qwen/Qwen2.5-0.5B-Instruct" -> accepted
 model = "gpt2" -> accepted
 sampling.group_size = 1 -> nothing to compare with; set group_size to 2 or more
 sampling.group_size = 0 -> sampling.group_size must be at least 1
+sampling.group_size = 1; teacher.model = "smollm2-135m" -> accepted
+sampling.group_size = 1; teacher.model = "smollm2-135m"; algorithm = "dapo" -> set sampling.max_resamples to 0
+teacher.model = "policy"; teacher.prompt = "{{answer}}"; teacher.divergence = "jensen_shannon" -> accepted
+teacher.model = "policy" -> differs from the policy only by what its prompt says: set teacher.prompt
+teacher.model = "http://127.0.0.1:8000" -> servers return log-probabilities of the tokens that they sample
+teacher.weight = 0.5 -> teacher.weight is set, but has no effect while teacher.model is unset
+teacher.model = "reference"; teacher.beta = 0.3 -> teacher.beta is set, but has no effect while teacher.divergence is
 algorithm = "ppo"; steps = 5; update.critic_warmup_steps = 5 -> must be below the run's 5 steps
 critic.trunk = "policy" -> critic.trunk is set, but not used with grpo
 algorithm = "ppo"; critic.trunk = "both" -> critic.trunk must be own, policy or adapter

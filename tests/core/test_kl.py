@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.core.kl import absolute, exact, k1, k2, k3
+from covey.core.kl import FORWARD, REVERSE, absolute, exact, jensen_shannon, k1, k2, k3
 
 EVERY = pytest.mark.parametrize("estimator", [k1, k2, k3])
 LOGITS_V = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
@@ -142,3 +142,29 @@ def test_the_absolute_logarithm_by_hand():
     assert found[0].tolist() == [0.5, 1.0, 0.0]
     found.sum().backward()
     assert logprobs.grad[0].tolist() == [1.0, -1.0, 0.0]
+
+
+def test_jensen_shannon_by_hand():
+    # pi = (3/4, 1/4), teacher = (1/2, 1/2), beta = 1/4: m = (11/16, 5/16)
+    # KL(teacher || m) = log(8/11) / 2 + log(8/5) / 2 = 0.075775, KL(pi || m) = 3/4 log(12/11) + 1/4 log(4/5) = 0.009472
+    pi, teacher = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.75, 0.25], [0.5, 0.5]))
+    assert float(jensen_shannon(pi, teacher, 0.25)) == pytest.approx(0.075775 / 4 + 0.009472 * 3 / 4, abs=1e-6)
+    assert float(jensen_shannon(pi, teacher, 0.0)) == float(exact(teacher, pi))
+    assert float(jensen_shannon(pi, teacher, 1.0)) == float(exact(pi, teacher))
+    assert (FORWARD, REVERSE) == (0.0, 1.0)
+
+
+def test_jensen_shannon_near_its_ends_is_a_kl():
+    logprobs_V, small = LOGITS_V.log_softmax(-1), 1e-6
+    for beta, whole in ((small, exact(REFERENCE_V, logprobs_V)), (1 - small, exact(logprobs_V, REFERENCE_V))):
+        assert float(jensen_shannon(logprobs_V, REFERENCE_V, beta)) / small == pytest.approx(float(whole), rel=1e-4)
+
+
+def test_jensen_shannon_where_an_action_is_impossible():
+    logits = torch.tensor([0.0, 1.0, -math.inf], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64).log_softmax(-1)
+    found = jensen_shannon(logits.log_softmax(-1), teacher, 0.5)
+    expected = jensen_shannon(logits[:2].log_softmax(-1), teacher[:2], 0.5)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()))
+    (gradient,) = torch.autograd.grad(found, logits)
+    assert gradient.isfinite().all()

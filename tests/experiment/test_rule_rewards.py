@@ -27,6 +27,7 @@ REWARDS = (
     RewardConfig(name="length", length_limit=8, length_target=2, length_shape="cosine", weight=0.5),
     RewardConfig(name="repetition", unit="characters", ngram_size=1, weight=0.25),
     RewardConfig(name="language", scripts=("latin", "han"), weight=0.25),
+    RewardConfig(name="zero"),
 )
 
 

@@ -149,6 +149,11 @@ def refreshes_the_reference(run_dir: Path, metrics: Metrics) -> None:
     assert all(line["mismatch/capped_fraction"] == 0 for line in metrics if "mismatch/capped_fraction" in line)
 
 
+def learns_from_a_teacher(run_dir: Path, metrics: Metrics) -> None:
+    learns(run_dir, metrics)
+    assert all(0 < line["teacher/rollouts"] < 1 and line["teacher/divergence"] > 0 for line in metrics)
+
+
 def copies_the_policy(run_dir: Path, metrics: Metrics) -> None:
     refreshes_the_reference(run_dir, metrics)
     after_a_refresh, between = ([line["kl"] for line in metrics[first::2]] for first in (0, 1))
@@ -233,6 +238,11 @@ KINDS = {
     "reference, averaged in bf16": Kind(
         f"{REFERENCE} --refresh-fraction 0.3 --precision bf16",
         refreshes_the_reference,
+    ),
+    "teacher": Kind(
+        "tiny.toml --teacher.model reference --teacher.prompt {answer}{best_sibling} --refresh-every 2 "
+        "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
+        learns_from_a_teacher,
     ),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),

@@ -335,9 +335,8 @@ _CORPUS = [
 
 
 @lru_cache
-def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def chat_tokenizer(kind: ChatModel) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer, or one with SentencePiece's spaces, with the control tokens of the chat model."""
-    kind = CHAT_MODELS[name]
     if kind.metaspace:
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -377,10 +376,11 @@ def _with_added(tokenizer: Tokenizer, kept: list[str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
-def chat_of(name: str) -> Chat:
+def chat_of(kind: str | ChatModel) -> Chat:
     """The chat of a model of this kind."""
-    tokenizer = chat_tokenizer(name)
-    ends = frozenset(tokenizer.convert_tokens_to_ids(end) for end in CHAT_MODELS[name].ends)
+    model = CHAT_MODELS[kind] if isinstance(kind, str) else kind
+    tokenizer = chat_tokenizer(model)
+    ends = frozenset(tokenizer.convert_tokens_to_ids(end) for end in model.ends)
     return Chat(tokenizer, ends)
 
 

@@ -43,6 +43,10 @@ class OnGPU(Tensor):
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         return compute(operation, args, kwargs or {})
 
+    @property
+    def device(self) -> torch.device:
+        return GPU
+
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
 
@@ -72,12 +76,12 @@ def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     mixed = any(there) and not all(here or tensor.dim() == 0 for here, tensor in zip(there, tensors, strict=True))
     if mixed and not name.startswith(MIXED):
         raise RuntimeError(f"{name}: all tensors are expected on one device")
-    to_gpu = sent[0] == BELOW if sent else any(there)
+    to_gpu = sent[0] in (GPU, BELOW) if sent else any(there)
 
     def behind(leaf: Any) -> Any:
         if isinstance(leaf, OnGPU):
             return leaf.numbers
-        return CPU if isinstance(leaf, torch.device) and leaf == BELOW else leaf
+        return CPU if isinstance(leaf, torch.device) and leaf in (GPU, BELOW) else leaf
 
     args, kwargs = tree_map(behind, args), tree_map(behind, kwargs)
     out = operation(*args, **kwargs)
@@ -106,8 +110,6 @@ class Sending(TorchFunctionMode):
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__self__", None) is Tensor.device:
-            return GPU if isinstance(args[0], OnGPU) else function(*args)
         args = [BELOW if isinstance(word, torch.device) and word == GPU else word for word in args]
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == GPU:

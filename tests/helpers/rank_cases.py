@@ -85,6 +85,9 @@ CASES = {
     "grpo_selection": case(selection={"candidates": 3, "back_to_data": True}),
     "grpo_replay": case(replay={"groups": 2}),
     "grpo_exact_kl": case(loss={"kl_coefficient": 0.1, "kl_estimator": "exact"}),
+    "grpo_teacher": case(
+        teacher={"model": "policy", "prompt": "{answer}{best_sibling}", "divergence": "jensen_shannon"}
+    ),
     "grpo_target_kl": case(update={"target_kl": 1e-4, "epochs": 4}),
     "grpo_gdpo": case(loss={"normalize_rewards": "each"}),
     "grpo_importance": case(loss={"importance_cap": 1.0, "importance_mask": (0.5, 4.0)}),

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from helpers.chat_models import CHAT_MODELS
+import copy
+
+from covey.llm.model.chat import Chat
+from helpers.chat_models import CHAT_MODELS, ChatModel, chat_of
 
 HERMES3 = r"""{{- bos_token }}
 {{- '<|im_start|>system\n' }}
@@ -106,3 +109,152 @@ FORMATS = {
     "mistral_small": "mistral",
 }  # fmt: skip
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ON_TOKENIZER_OF = {"hermes3": "qwen2.5", "qwen3_coder": "qwen2.5", "mistral_small": "mistral"}
+
+
+def _framed(calls: str, turn: str = "{{ m.content or '' }}CALLS") -> str:
+    """A template in ChatML's frame that writes calls in this way."""
+    return (
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + turn.replace("CALLS", "{% if m.tool_calls %}" + calls + "{% endif %}")
+        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def _each(call: str, between: str = "") -> str:
+    """A call for each: `f` is its function, ARGUMENTS its arguments one by one."""
+    comma = "{% if not loop.last %}" + between + "{% endif %}" if between else ""
+    return "{% for t in m.tool_calls %}{% set f = t.function %}" + call + comma + "{% endfor %}"
+
+
+_PAIRS = "{% for k, v in f.arguments.items() %}PAIR{% endfor %}"
+_VALUE = "{{ v if v is string else v | tojson }}"
+_NAMED = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+_PYTHON = _each(
+    "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})", "SEPARATOR",
+)  # fmt: skip
+# Values of Gemma's: strings have marks of their own, keys have none.
+_QUOTED = (
+    "{% macro value(v) %}{% if v is string %}QUOTE{{ v }}QUOTE{% elif v is boolean %}{{ 'true' if v else 'false' }}"
+    "{% elif v is mapping %}{ {%- for k, x in v.items() %}{{ k }}:{{ value(x) }}{% if not loop.last %},{% endif %}"
+    "{% endfor -%} }{% elif v is sequence %}[{% for x in v %}{{ value(x) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    "{% else %}{{ v }}{% endif %}{% endmacro %}"
+)
+_GLM = _PAIRS.replace("PAIR", "<arg_key>{{ k }}</arg_key>\n<arg_value>" + _VALUE + "</arg_value>\n")
+_DEEPSEEK = "<｜tool▁calls▁begin｜>" + _each("<｜tool▁call▁begin｜>CALL<｜tool▁call▁end｜>") + "<｜tool▁calls▁end｜>"
+
+# Name of a format -> a template that writes calls in it, as models of that family do.
+FAMILIES = {
+    "glm": _framed(_each("\n<tool_call>{{ f.name }}\n" + _GLM + "</tool_call>")),
+    "hy3": _framed("<tool_calls>\n" + _each("<tool_call>{{ f.name }}<tool_sep>\n" + _GLM + "</tool_call>\n") + "</tool_calls>"),
+    "hunyuan": _framed(
+        "<tool_calls>" + _each("<tool_call>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```</tool_call>") + "</tool_calls>"
+    ),
+    "hermes": _framed(_each("<tool_call>\n" + _NAMED + "\n</tool_call>\n")),
+    "seed": _framed(_each(
+        "\n<seed:tool_call>\n<function={{ f.name }}>\n"
+        + _PAIRS.replace("PAIR", "<parameter={{ k }}>{{ v | string }}</parameter>\n") + "</function>\n</seed:tool_call>"
+    )),
+    "minimax": _framed(
+        "\n<minimax:tool_call>\n"
+        + _each('<invoke name="{{ f.name }}">\n' + _PAIRS.replace("PAIR", '<parameter name="{{ k }}">' + _VALUE + "</parameter>\n")
+                + "</invoke>\n") + "</minimax:tool_call>"
+    ),
+    "deepseek_xml": _framed(
+        "\n\n<｜DSML｜function_calls>\n"
+        + _each('<｜DSML｜invoke name="{{ f.name }}">\n' + _PAIRS.replace(
+            "PAIR", '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">' + _VALUE + "</｜DSML｜parameter>\n")
+                + "</｜DSML｜invoke>\n") + "</｜DSML｜function_calls>"
+    ),
+    "deepseek3": _framed(_DEEPSEEK.replace(
+        "CALL", "function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ '' + f.arguments }}\n```")),  # which must be text
+    "deepseek31": _framed(_DEEPSEEK.replace("CALL", "{{ f.name }}<｜tool▁sep｜>{{ '' + f.arguments }}")),
+    "kimi": _framed(
+        "<|tool_calls_section_begin|>"
+        + _each("<|tool_call_begin|>{{ t.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>")
+        + "<|tool_calls_section_end|>"
+    ),
+    "cohere": _framed(
+        "<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[\n"
+        + _each('    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', ",\n")
+        + "\n]<|END_ACTION|>", "{% if m.role == 'assistant' and m.content %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"
+        "{% else %}{{ m.content or '' }}{% endif %}CALLS",
+    ),
+    "gemma4": _QUOTED.replace("QUOTE", '<|"|>') + _framed(_each("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>")),
+    "functiongemma": _QUOTED.replace("QUOTE", "<escape>")
+    + _framed(_each("<start_function_call>call:{{ f.name }}{{ value(f.arguments) }}<end_function_call>")),
+    "cohere1": _framed(
+        "Action: ```json\n[" + _each('{"tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', ",\n") + "]\n```"
+    ),
+    "nemotron": _framed("<TOOLCALL>[" + _each(_NAMED, ", ") + "]</TOOLCALL>"),
+    "granite3": _framed("<|tool_call|>[" + _each(_NAMED, ", ") + "]"),
+    "phi4": _framed("<|tool_call|>[" + _each(_NAMED, ", ") + "]<|/tool_call|>"),
+    "apertus": _framed("<|tools_prefix|>[" + _each('{"{{ f.name }}": {{ f.arguments | tojson }}}', ", ") + "]<|tools_suffix|>"),
+    "tool_calls": _framed("<tool_calls>[\n" + _each(_NAMED, ",\n") + "\n]</tool_calls>"),
+    "olmo3": _framed("<function_calls>" + _PYTHON.replace("SEPARATOR", "{{ '\\n' }}") + "</function_calls>"),
+    "lfm2": _framed("<|tool_call_start|>[" + _PYTHON.replace("SEPARATOR", ", ") + "]<|tool_call_end|>"),
+    "internlm2": _framed(_each("<|action_start|><|plugin|>\n" + _NAMED.replace("arguments\"", "parameters\"") + "<|action_end|>")),
+    "functionary": _framed(_each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
+    "json_list": _framed("[" + _each(_NAMED, ", ") + "]"),
+    "pythonic": _framed("[" + _PYTHON.replace("SEPARATOR", ", ") + "]"),
+}  # fmt: skip
+
+# The frames of models whose turns end or whose results stand in other ways than those of ChatML.
+HARMONY = (
+    "{% set last = namespace(name=none) %}"
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' and m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
+    "{% set last.name = f.name %}"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('a result without a call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+GLM = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>\n<think></think>{% if m.content %}\n{{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}" + _each("\n<tool_call>{{ f.name }}\n" + _GLM + "</tool_call>") + "{% endif %}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think></think>{% endif %}"
+)
+# A result stands in the turn of its call, which the token before it ends.
+GEMMA4 = _QUOTED.replace("QUOTE", '<|"|>') + (
+    "<bos>{% if tools %}<|turn>system\n{{ tools | tojson }}<turn|>\n{% endif %}{% set ns = namespace(open=false) %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:{{ m.name }}{value:<|\"|>{{ m.content }}<|\"|>}"
+    "<tool_response|>{% else %}{% if not ns.open %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
+    "{% set ns.open = false %}{% if m.tool_calls %}"
+    + _each("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>")
+    + "{% endif %}{{ m.content }}{% if m.tool_calls and not loop.last %}{% set ns.open = true %}{% else %}<turn|>\n{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and not ns.open %}<|turn>model\n{% endif %}"
+)
+FRAMES = {
+    "harmony": ChatModel(
+        HARMONY, ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"), ("<|return|>", "<|call|>"),
+    ),
+    "glm": ChatModel(
+        GLM, ("[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        ("<|endoftext|>", "<|user|>", "<|observation|>"), ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ),
+    "gemma4": ChatModel(
+        GEMMA4, ("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>",
+                 '<|"|>'),
+        ("<turn|>", "<eos>", "<|tool_response>"),
+    ),
+}  # fmt: skip
+
+
+def chat_with(name: str) -> Chat:
+    """The chat of a model with one of the templates of TEMPLATES or FAMILIES."""
+    chat = chat_of(ON_TOKENIZER_OF.get(name, name if name in CHAT_MODELS else "smollm"))
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.chat_template = {**TEMPLATES, **FAMILIES}[name]
+    return Chat(tokenizer, chat.end_ids)

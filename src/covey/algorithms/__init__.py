@@ -2,8 +2,9 @@
 
 advantages    advantage estimators: a batch -> advantages_BT
 kl_penalty    KL penalties: in the reward or in the loss, to the reference or to the behavior policy
+distillation  the divergence to a teacher as a term of the loss
 high_covariance  Clip-Cov and KL-Cov, which keep the entropy up
-algorithm     the composition: advantage x ratio x surrogate x KL x aggregation x value loss
+algorithm     the composition: advantage x ratio x surrogate x KL x distillation x aggregation x value loss
 presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo
 """
 
@@ -14,6 +15,7 @@ from covey.algorithms.algorithm import (
     SurrogateLoss,
     ValueLoss,
 )
+from covey.algorithms.distillation import Distillation
 from covey.algorithms.high_covariance import HighCovariance
 from covey.algorithms.kl_penalty import (
     NO_KL,
@@ -40,7 +42,7 @@ from covey.algorithms.presets import (
 )
 
 __all__ = [
-    "ALGORITHMS", "NO_KL", "Algorithm", "CriticError", "HighCovariance", "KLEstimator", "KLFromOutput", "KLInLoss",
-    "KLInReward", "KLPenalty", "KLPlacement", "KLToBehavior", "LossTerms", "SurrogateLoss", "ValueLoss", "cispo",
-    "dapo", "default_kl", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
+    "ALGORITHMS", "NO_KL", "Algorithm", "CriticError", "Distillation", "HighCovariance", "KLEstimator", "KLFromOutput",
+    "KLInLoss", "KLInReward", "KLPenalty", "KLPlacement", "KLToBehavior", "LossTerms", "SurrogateLoss", "ValueLoss",
+    "cispo", "dapo", "default_kl", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "reinforce_pp", "rloo",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""An algorithm is a composition: advantage x ratio x surrogate x KL x aggregation x value loss.
+"""An algorithm is a composition: advantage x ratio x surrogate x KL x distillation x aggregation x value loss.
 
 Shapes: B rollouts, T decisions, V actions.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import AdvantageEstimator
+from covey.algorithms.distillation import Distillation
 from covey.algorithms.high_covariance import HighCovariance
 from covey.algorithms.kl_penalty import KLPenalty
 from covey.core import loss_weights, policy_losses, ratios, returns
@@ -58,6 +59,7 @@ class Algorithm:
     entropy_coefficient: float = 0.0  # of the entropy bonus
     importance: ratios.ImportanceWeights | None = None  # of trainer over sampler; None: no weights
     high_covariance: HighCovariance = HighCovariance()
+    distillation: Distillation = Distillation()
 
     @property
     def needs_critic(self) -> bool:
@@ -67,7 +69,8 @@ class Algorithm:
     def loss(self, output: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:
         """Loss of the policy: a weighted sum over decisions.
 
-        (loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT)).sum()
+        (loss_weights_BT * (w_BT * surrogate_BT + kl_coefficient * kl_BT - entropy_coefficient * entropy_BT
+                            + distillation.weight * teacher_BT)).sum()
 
         The denominator of the ratio is the old policy as the trainer evaluates it. If there is one optimizer step per
         sampling, the old policy is the current one: the ratio is 1 and only its gradient matters. w_BT is 1, or the
@@ -94,11 +97,13 @@ class Algorithm:
         kl = self.kl.acting(kl_coefficient)
         loss_BT = kl.add(loss_BT, output, batch, kl_coefficient)
         loss_BT = self.high_covariance.add(loss_BT, logprobs_BT, old_BT, batch)
+        loss_BT = self.distillation.add(loss_BT, output, batch)
         if self.entropy_coefficient:
             loss_BT = loss_BT - self.entropy_coefficient * torch.where(batch.mask_BT, output.entropy_BT, 0.0)
         loss = (batch.loss_weights_BT * loss_BT).sum()
         clipped = low_BT & batch.mask_BT, high_BT & batch.mask_BT
-        return LossTerms(loss, log_ratio_BT.detach(), *clipped, logged, kl.measured(output), importance)
+        measured = kl.measured(output) | self.distillation.measured(output)
+        return LossTerms(loss, log_ratio_BT.detach(), *clipped, logged, measured, importance)
 
     def critic_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
         """Value loss, a scalar: (loss_weights_BT * coefficient * error_BT).sum(). PPO (arXiv 1707.06347), eq. 9."""

@@ -44,6 +44,7 @@ from covey.config.llm import (
     RunConfig,
     SamplingConfig,
     SelectionConfig,
+    TeacherConfig,
     UpdateConfig,
 )
 from covey.config.model_sources import EMBEDDED_MODELS, LoRAConfig
@@ -75,5 +76,5 @@ __all__ = [
     "LossBase", "LossConfig", "MachineError", "MazeConfig", "PolicyConfig", "ProcessConfig", "ReasoningGymConfig",
     "RecordConfig", "ReferenceConfig", "ReplayConfig", "RewardConfig", "RolloutsConfig", "RunBase", "RunConfig",
     "RunError", "RunningTotalConfig", "SFTConfig", "SamplerConfig", "SamplerLost", "SamplingConfig", "SelectionConfig",
-    "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
+    "TeacherConfig", "UpdateBase", "UpdateConfig", "WordProblemsConfig", "config_field",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run reads and runs: its data, functions, judge prompts, reward models and adapters."""
+"""What a run reads and runs: its data, functions, judge prompts, reward models, teacher and adapters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from covey.config.control import ControlConfig
 from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.config.files import faults_of, user_path
 from covey.config.llm import RunConfig
-from covey.config.model_sources import adapter_files
+from covey.config.model_sources import adapter_files, locate_model
 from covey.config.named_modules import data_files, find_module, place_of
-from covey.config.sft import model_files
+from covey.config.sft import locate_reward_model, model_files
 from covey.config.tasks import DatasetConfig
 
 
 def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_rewards: bool) -> dict[str, str]:
-    """SHA-256 of the run's data, function, question, reward model and adapter files: name in the config -> digest.
+    """SHA-256 of the files of data, functions, questions, reward models, teacher and adapter: name in the config ->
+    digest.
 
     Args:
         own_task: the task is a script's own, so the config's files of it are not used.
@@ -38,7 +39,8 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     functions = [config.conversation.source, config.process.boundary, *(reward.function for reward in rewards)]
     sources = (function.rpartition(":")[0] for function in functions)
     names += [source for source in sources if source.endswith(".py")]
-    names += [name for reward in rewards if reward.model for name in model_files(reward.model)]
+    names += [name for reward in rewards if reward.model for name in model_files(locate_reward_model(reward.model))]
+    names += model_files(locate_model(config.teacher.model)) if config.teacher.is_own_model else []
     names += adapter_files(config.lora.adapter) if config.lora.adapter else []
     return {name: _checksum(user_path(name)) for name in names if name}
 

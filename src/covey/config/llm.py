@@ -23,7 +23,7 @@ from covey.config.conversation import ConversationConfig
 from covey.config.fields import did_you_mean, toml_repr
 from covey.config.files import read_assignments
 from covey.config.machine import DEVICES
-from covey.config.model_sources import LoRAConfig
+from covey.config.model_sources import LoRAConfig, locate_model
 from covey.config.named_modules import check_function_name
 from covey.config.rewards import PROCESS_MIB, RewardConfig
 from covey.config.servers import SamplerConfig
@@ -318,6 +318,66 @@ class ReferenceConfig(Table):
     )
 
 
+TEACHERS = ("policy", "reference")  # of the run's own; another one is a model of its own
+BETAS = {"forward": 0.0, "reverse": 1.0}
+
+
+@table(frozen=True)
+class TeacherConfig(Table):
+    SWITCH = ("model",)
+
+    model: str = config_field(
+        "",
+        "teacher of on-policy distillation: policy (the weights as they are), reference (as they were, or as "
+        "reference.refresh_every says), or a model with the same tokens, named as model is; unset: none",
+    )
+    weight: float = config_field(1.0, "weight of the divergence to the teacher in the loss", above=0)
+    divergence: str = config_field(
+        "reverse",
+        "divergence at every token of a completion, over the vocabulary: KL of the policy to the teacher (reverse), of "
+        "the teacher to the policy (forward), or generalized Jensen-Shannon",
+        choices=("reverse", "forward", "jensen_shannon"),
+    )
+    beta: float = config_field(
+        0.5, "jensen_shannon: weight of the teacher in the mixture", above=0, below=1, advanced=True, needs="divergence"
+    )
+    prompt: str = config_field(
+        "",
+        "text before the teacher's prompt, or in its place with {prompt} in it; with any column of the data, such as "
+        "{answer}, with {best_sibling} (the completion of the group with the highest reward, if that is higher) and "
+        "{feedback} (that a reward has logged), without which a completion has no teacher; empty: the policy's prompt",
+    )
+
+    @property
+    def is_own_model(self) -> bool:
+        """True if the teacher is another model than policy and reference."""
+        return self.model not in ("", *TEACHERS)
+
+    @property
+    def mixture(self) -> float:
+        """beta of `covey.core.kl.jensen_shannon`."""
+        return BETAS.get(self.divergence, self.beta)
+
+    def faults(self) -> Iterator[Fault]:
+        if self.model == "policy" and not self.prompt:
+            yield Fault(
+                'teacher.model is "policy", which differs from the policy only by what its prompt says: set '
+                "teacher.prompt, or name another model"
+            )
+        if "://" in self.model:
+            yield Fault(
+                f"teacher.model is an address ({self.model}), but servers return log-probabilities of the tokens that "
+                "they sample, not of given ones: name a model of this machine or of a hub"
+            )
+
+    def check(self) -> None:
+        if self.is_own_model:
+            try:
+                locate_model(self.model)
+            except ConfigError as error:
+                raise ConfigError(f"teacher.{error}") from None
+
+
 @table(frozen=True)
 class IterationConfig(Table):
     SWITCH = ("steps",)
@@ -435,6 +495,7 @@ class RunConfig(RunBase):
     lora: LoRAConfig = config_field(LoRAConfig(), "[lora] table")
     critic: CriticConfig = config_field(CriticConfig(), "[critic] table")
     reference: ReferenceConfig = config_field(ReferenceConfig(), "[reference] table")
+    teacher: TeacherConfig = config_field(TeacherConfig(), "[teacher] table")
     iteration: IterationConfig = config_field(IterationConfig(), "[iteration] table")
     process: ProcessConfig = config_field(ProcessConfig(), "[process] table")
     evaluation: EvaluationConfig = config_field(EvaluationConfig(), "[evaluation] table")

@@ -118,6 +118,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         runner="covey.llm.rewards.code:CodeRunner",
     ),
     "environment": BuiltInReward("covey.llm.rewards.rules:environment", per_turn=True),
+    "zero": BuiltInReward("covey.llm.rewards.rules:zero", range=(0, 0)),
     "countdown": BuiltInReward(
         "covey.llm.rewards.rules:countdown",
         binary=True,

@@ -363,10 +363,10 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
     """How groups are collected and divided."""
     sampling, loss, algorithm = config.sampling, config.loss, config.algorithm
     prompts, parts = sampling.prompts_per_step, config.update.minibatches
-    if algorithm in BY_GROUP and sampling.group_size == 1:
+    if algorithm in BY_GROUP and sampling.group_size == 1 and not config.teacher.model:
         yield Fault(
             "sampling.group_size is 1, but rollouts are compared with the others of their group, and a group of one "
-            "has nothing to compare with; set group_size to 2 or more",
+            "has nothing to compare with; set group_size to 2 or more, or teacher.model to learn from a teacher alone",
             {"sampling.group_size": Default},
         )
     if prompts % parts:
@@ -392,6 +392,12 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
             f"sampling.max_resamples is set, but {algorithm} does not compare within groups, so a group whose rewards "
             "are all the same has advantages too: remove it, or choose grpo",
             {"sampling.max_resamples": Default},
+        )
+    if config.max_resamples and sampling.group_size == 1 and algorithm in BY_GROUP:
+        yield Fault(
+            f"sampling.max_resamples ({config.max_resamples}) replaces groups whose rewards are all the same, and with "
+            "sampling.group_size = 1 all are: set sampling.max_resamples to 0, or group_size to 2 or more",
+            {"sampling.max_resamples": 0},
         )
     if sampling.adaptive and config.max_resamples:
         yield Fault(

@@ -308,13 +308,12 @@ def reward_model_fault(name: str, *, per_step: bool) -> str:
     return ""
 
 
-def model_files(name: str) -> list[str]:
-    """The files of a reward model on which its scores depend; none for a hub's model, whose name has its version.
-
-    Raises:
-        ConfigError: if there is no such model.
+def model_files(source: ModelSource) -> list[str]:
+    """The files of a model on which its numbers depend; none for a hub's model, whose name has its version, and for a
+    checkpoint, which has checksums.
     """
-    source = locate_reward_model(name)
+    if source.kind is ModelKind.GGUF:
+        return [source.name]
     if source.kind is not ModelKind.FOLDER:
         return []
     folder = Path(source.name)

@@ -1,4 +1,4 @@
-"""Estimators of KL(pi || reference) at the decisions that pi sampled.
+"""Estimators of KL(pi || reference) at the decisions that pi sampled, and exact divergences.
 
 Shapes: B rollouts, T decisions, V actions. With x = reference(o) / pi(o) and o drawn from pi, k1 and k3 are unbiased;
 k2 is not, but its gradient's expectation is that of the KL. Source: J. Schulman, 'Approximating KL divergence' (2020).
@@ -6,6 +6,9 @@ k2 is not, but its gradient's expectation is that of the KL. Source: J. Schulman
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from covey.core.ratios import LOG_RATIO_LIMIT
@@ -60,6 +63,34 @@ def exact(logprobs_BTV: Tensor, reference_logprobs_BTV: Tensor) -> Tensor:
     probability_BTV = logprobs_BTV.exp()
     gap_BTV = (logprobs_BTV - reference_logprobs_BTV).masked_fill(probability_BTV == 0, 0.0)
     return (probability_BTV * gap_BTV).sum(dim=-1)
+
+
+FORWARD, REVERSE = 0.0, 1.0  # beta of the KLs among the generalized Jensen-Shannon divergences
+LEAST_LOGPROB = -1e30  # stands for -infinity, whose gradient in a sum of probabilities would be NaN
+
+
+def jensen_shannon(logprobs_BTV: Tensor, teacher_logprobs_BTV: Tensor, beta: float) -> Tensor:
+    """beta KL(teacher || m) + (1 - beta) KL(pi || m) with m = beta teacher + (1 - beta) pi, over every action.
+
+    The generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649), eq. 1. At its ends it would be 0; there, as in
+    TRL, beta = 0 is the forward KL(teacher || pi) and beta = 1 the reverse KL(pi || teacher), its limits divided by
+    beta and by 1 - beta.
+
+    Args:
+        logprobs_BTV: normalised log-probabilities of every action under the policy, in nats.
+        teacher_logprobs_BTV: the same under the teacher.
+        beta: weight of the teacher in the mixture, from 0 to 1.
+
+    Returns:
+        divergence_BT, in nats.
+    """
+    if beta == FORWARD:
+        return exact(teacher_logprobs_BTV, logprobs_BTV)
+    if beta == REVERSE:
+        return exact(logprobs_BTV, teacher_logprobs_BTV)
+    own, theirs = logprobs_BTV.clamp(min=LEAST_LOGPROB), teacher_logprobs_BTV.clamp(min=LEAST_LOGPROB)
+    mixture_BTV = torch.logaddexp(own + math.log1p(-beta), theirs + math.log(beta))
+    return beta * exact(theirs, mixture_BTV) + (1 - beta) * exact(own, mixture_BTV)
 
 
 def _log_x(logprobs_BT: Tensor, reference_logprobs_BT: Tensor) -> Tensor:

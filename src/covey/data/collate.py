@@ -44,9 +44,11 @@ def collate(groups: list[Group]) -> Batch:
     names = tuple(dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts))
     group_sizes = torch.tensor([len(group.rollouts) for group in groups])
     behavior_logprobs_BT = _pad([rollout.behavior_logprobs for rollout in rollouts], inside_BT).float()
+    contexts = tuple(rollout.context for rollout in rollouts)
+    of_teacher = [rollout.teacher_context for rollout in rollouts]
     weights = [group.start.weight for group in groups for _ in group.rollouts]
     return Batch(
-        context=tuple(rollout.context for rollout in rollouts),
+        context=contexts,
         actions_BT=_pad([rollout.actions for rollout in rollouts], inside_BT),
         mask_BT=mask_BT,
         behavior_logprobs_BT=torch.where(mask_BT, behavior_logprobs_BT, 0.0),
@@ -56,6 +58,9 @@ def collate(groups: list[Group]) -> Batch:
         truncated_B=torch.tensor([not rollout.end.is_final for rollout in rollouts]),
         group_B=torch.arange(len(groups)).repeat_interleave(group_sizes),
         step_end_BT=step_end_BT,
+        teacher_context=None
+        if all(context is None for context in of_teacher)
+        else tuple(own if theirs is None else theirs for own, theirs in zip(contexts, of_teacher, strict=True)),
         group_weight_B=None if set(weights) == {1.0} else torch.tensor(weights),
         reward_names=names,
         reward_parts_BR=_reward_parts(rollouts, names) if names else None,

@@ -78,23 +78,25 @@ def decode_groups(message: bytes, starts: Sequence[Start]) -> list[Group]:
 
 
 # The sequences of a rollout; all but `context` may be None.
-_SEQUENCES = ("context", "actions", "behavior_logprobs", "decided", "step_rewards", "step_ends")
+_CONTEXTS = ("context", "teacher_context")
+_SEQUENCES = (*_CONTEXTS, "actions", "behavior_logprobs", "decided", "step_rewards", "step_ends")
 _NONE = -1  # length of a sequence that is None
 
 
 def for_learning(rollout: Rollout) -> Rollout:
     """The rollout without texts, messages and other records, and with its sequences as arrays.
 
-    A context of token ids stays a tuple, because rollouts of one prompt share it. The others are copies, because a view
+    Contexts of token ids stay tuples, because rollouts of one prompt share them. The others are copies, because a view
     would keep the whole step in memory.
     """
     arrays: dict[str, Any] = {
         name: None if getattr(rollout, name) is None else np.array(getattr(rollout, name))
         for name in _SEQUENCES
-        if name != "context"
+        if name not in _CONTEXTS
     }
     return Rollout(
         context=rollout.context,
+        teacher_context=rollout.teacher_context,
         end=rollout.end,
         reward=None if rollout.reward is None else float(rollout.reward),
         reward_parts={name: None if part is None else float(part) for name, part in rollout.reward_parts.items()},
@@ -112,7 +114,7 @@ def to_state(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     lengths: dict[str, list[int]] = {}
     for name in _SEQUENCES:
-        arrays = [_array(getattr(rollout, name)) for rollout in rollouts]
+        arrays = [_array(name, getattr(rollout, name)) for rollout in rollouts]
         lengths[name] = [_NONE if array is None else len(array) for array in arrays]
         present = [array for array in arrays if array is not None]
         if present:
@@ -130,16 +132,17 @@ def to_state(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def from_state(state: dict[str, Any]) -> list[Rollout]:
     """The rollouts of a state of `to_state`."""
-    columns = {name: _parts(state["tensors"].get(name), state["lengths"][name]) for name in _SEQUENCES}
-    if state["token_contexts"]:
-        columns["context"] = [tuple(context.tolist()) for context in columns["context"]]
+    names = [name for name in _SEQUENCES if name in state["lengths"]]  # older checkpoints have no teacher's prompts
+    columns = {name: _parts(state["tensors"].get(name), state["lengths"][name]) for name in names}
+    for name in (name for name in _CONTEXTS if name in columns and state["token_contexts"]):
+        columns[name] = [None if context is None else tuple(context.tolist()) for context in columns[name]]
     return [
         Rollout(
             end=EndReason(end),
             reward=reward,
             reward_parts=parts,
             version=version,
-            **{name: columns[name][row] for name in _SEQUENCES},
+            **{name: columns[name][row] for name in names},
         )
         for row, (end, reward, parts, version) in enumerate(
             zip(state["ends"], state["rewards"], state["reward_parts"], state["versions"], strict=True)
@@ -147,8 +150,9 @@ def from_state(state: dict[str, Any]) -> list[Rollout]:
     ]
 
 
-def _array(values: Any) -> Any:
-    return None if values is None else np.asarray(values)
+def _array(name: str, values: Any) -> Any:
+    kind = np.int64 if name == "teacher_context" else None  # also of an empty one
+    return None if values is None else np.asarray(values, dtype=kind)
 
 
 def _parts(joined: torch.Tensor | None, lengths: Sequence[int]) -> list[Any]:

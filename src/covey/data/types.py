@@ -79,6 +79,7 @@ class Rollout:
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # reward -> column -> value, by `log_extra`
     score: float | None = None  # averaged in evaluations: 1 or 0 for an accuracy; in control the return
     version: int = 0  # of the weights that generated it
+    teacher_context: Any = None  # the teacher's prompt; None: `context`, empty: the rollout has no teacher
 
     @property
     def decisions(self) -> int:
@@ -128,6 +129,7 @@ class Batch:
     group_weight_B: Tensor | None = None  # weight of the row's group in the loss; None: all are 1
     replayed_B: Tensor | None = None  # bool, True if an earlier step sampled the row; None: none of them
     loss_weights_BT: Tensor | None = None  # weight of each decision in the loss
+    teacher_context: tuple[Any, ...] | None = None  # one per row, in place of `context`; empty: the row has no teacher
     reward_names: tuple[str, ...] = ()  # of the rewards of which `reward_B` is the weighted sum
     reward_parts_BR: Tensor | None = None  # float32, each reward without its weight; NaN if it has no value
 
@@ -163,6 +165,13 @@ class Batch:
         """Bool, True if this step sampled the row."""
         return torch.ones_like(self.valid_B) if self.replayed_B is None else ~self.replayed_B
 
+    @property
+    def has_teacher_B(self) -> Tensor:
+        """Bool, True if the row has a teacher, in a run with one."""
+        if self.teacher_context is None:
+            return torch.ones_like(self.valid_B)
+        return torch.tensor([len(context) > 0 for context in self.teacher_context], device=self.valid_B.device)
+
     def select(self, rows: Tensor) -> Batch:
         """Some rows, by an int64 index, without the trailing columns that have no decision in any of them.
 
@@ -172,9 +181,11 @@ class Batch:
         mask_BT = self.mask_BT[rows]
         decided_T = mask_BT.any(dim=0).nonzero()
         width = int(decided_T[-1]) + 1 if len(decided_T) else 1
-        picked: dict[str, Any] = {"context": tuple(self.context[i] for i in rows.tolist())}
+        picked: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
+            if "context" in item.name and value is not None:
+                picked[item.name] = tuple(value[i] for i in rows.tolist())
             if isinstance(value, Tensor):
                 value = value[rows]
                 has_decisions = "T" in item.name.rpartition("_")[2]  # the shape, by the suffix of the name
@@ -209,6 +220,7 @@ class PolicyOutput:
     all_logprobs_BTV: Tensor | None = None  # log-probabilities of every action; only if V is small
     values_BT: Tensor | None = None  # of a critic whose value head is on the policy's trunk
     kl_BT: Tensor | None = None  # exact KL to the reference, of policies that compute it, if gradients are enabled
+    teacher_BT: Tensor | None = None  # divergence to the teacher, likewise; 0 at rows without a teacher
 
     def scores(self) -> dict[str, Tensor]:
         """The log-probabilities that are not None, by field name."""

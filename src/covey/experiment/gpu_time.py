@@ -101,7 +101,7 @@ def decoding_step(size: Dimensions, rows: int, group: int, prompt_tokens: int, n
 
 
 def update(size: Dimensions, config: RunConfig, prompt_tokens: int, card: Card) -> Work:
-    """The work of a step's update: its passes over the rollouts, also of reference and old policy, and AdamW."""
+    """The work of a step's update: its passes over the rollouts, also of other models, and AdamW."""
     head = size.vocabulary * size.hidden
     layers, lora = size.prepacked_parameters - head, config.lora.is_used
     new = config.rollout_limit
@@ -116,7 +116,8 @@ def update(size: Dimensions, config: RunConfig, prompt_tokens: int, card: Card) 
         training += in_layers * (2 if config.update.recompute else 1) + (2 if lora else 4) * layers * tokens
         training += 2.5 * attention + (6 if lora else 8) * head * decisions  # the logits are computed again
     passes, parts = config.update.epochs, config.update.minibatches
-    flops = parts * (passes * training + forward * (has_reference(config) + (passes * parts > 1)))
+    evaluations = has_reference(config) + (passes * parts > 1) + passes * bool(config.teacher.model)
+    flops = parts * (passes * training + forward * evaluations)
     return Work(OPTIMIZER_BYTES * trained_parameters(size, config) * passes * parts, flops)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.algorithms import Algorithm, KLFromOutput
+from covey.algorithms import Algorithm, Distillation, KLFromOutput
 from covey.algorithms.advantages import (
     CreditAssignment,
     outcome,
@@ -38,10 +38,12 @@ from covey.experiment.models import (
     check_first_adapter,
     divide,
     load_policy,
+    load_teacher,
     with_outputs,
 )
 from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
+from covey.llm.critic import LanguageCritic
 from covey.llm.grader import CALL_FILE, RunGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat, TokenTexts
@@ -50,7 +52,9 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.iteration import IteratedRewardModel
 from covey.llm.rewards.weighted_reward import WeightedReward
+from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks.prompt_limit import Note
+from covey.llm.teacher import TeacherPrompts, check_tokens
 from covey.runtime.device import build_machine, environment, idle_gpus_note
 from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
 from covey.runtime.ema import EMAWeights
@@ -63,6 +67,7 @@ from covey.train.collect import (
     DynamicSampling,
     FixedGroups,
     LogGroupSizes,
+    WithTeacher,
     fixed_size,
     linear_size,
 )
@@ -102,7 +107,10 @@ class LLMBuilder(ExperimentBuilder):
         Raises:
             ConfigError: if the data, the task, a reward, the algorithm, the device or the adapter is invalid.
         """
-        self.config = replace(config, model=resolve_checkpoint(config.model))
+        teacher = config.teacher
+        if teacher.is_own_model:
+            teacher = replace(teacher, model=resolve_checkpoint(teacher.model))
+        self.config = replace(config, model=resolve_checkpoint(config.model), teacher=teacher)
         self.team = team
         self._open = ExitStack()  # what ends with the run
         self.chosen = build_machine(config.device, config.precision, config.threads)
@@ -130,11 +138,21 @@ class LLMBuilder(ExperimentBuilder):
         if not self._prompts_fit:
             try:
                 self.problem = self.problem.fit(chat, model_config, lambda line: self._note(line))
+                self._check_teacher(chat, model_config)
             except ConfigError:
                 self.close()
                 raise
             self._prompts_fit = True
         return self.problem
+
+    def _check_teacher(self, chat: Chat, model_config: Any) -> None:
+        """Compare the tokens of a teacher, if it is on this machine, and try its prompts."""
+        teacher, models = self.config.teacher, [model_config]
+        if teacher.is_own_model and (found := find_chat(teacher.model)) is not None:
+            check_tokens(chat, found[0], teacher.model)
+            models.append(found[1])
+        if teacher.prompt:
+            self.problem.check_teacher(chat, models)
 
     @property
     def score_kind(self) -> str:
@@ -169,8 +187,7 @@ class LLMBuilder(ExperimentBuilder):
             display.note("step rewards are only added up; loss.credit = process_return_to_go would compare steps")
         algorithm = self.algorithm
         critics = (build_critic(config, loaded.policy, loaded.adaptation, display),) if algorithm.needs_critic else ()
-        reference = loaded.adaptation.reference(loaded.policy) if algorithm.kl.acts_within(config.steps) else None
-        models = divide(loaded.policy, reference, critics, loaded.adaptation, config, self.team)
+        models = self._models(loaded, critics)
         policy = with_outputs(models, algorithm)
         room = None if isinstance(self.team, ShardedTeam) else sampling_room(config)
         sampled = with_vllm_memory(config, self.chosen.device)
@@ -202,7 +219,7 @@ class LLMBuilder(ExperimentBuilder):
             reward_model=next(iter(iterated), RewardModelUpdater()),
             selection=ByExpectedSignal(**vars(chosen)) if chosen.candidates > 1 else PromptSelection(),
             replay=build_replay(config.replay),
-            collector=build_collector(config),
+            collector=build_collector(config, loaded.sampler, models),
             recorder=build_recorder(config, policy, loaded.chat, self.team),
             observers=() if self.team.rank else (store, display, *iterated),
             checkpoints=build_checkpoints(
@@ -218,6 +235,14 @@ class LLMBuilder(ExperimentBuilder):
             parts, self._settings(pace), held_out.measure, lambda: _collect(models, loaded, iterated),
             machine, lambda: {"model": config.model}, iterate if config.iteration.steps else train,
         )  # fmt: skip
+
+    def _models(self, loaded: LoadedPolicy, critics: Sequence[LanguageCritic]) -> Models:
+        """The models after the ranks have divided their weights, with a reference and a teacher if they are needed."""
+        config, policy, adaptation = self.config, loaded.policy, loaded.adaptation
+        has_reference = self.algorithm.kl.acts_within(config.steps) or config.teacher.model == "reference"
+        reference = adaptation.reference(policy) if has_reference else None
+        teacher = load_teacher(config, policy, loaded.chat, self.chosen)
+        return divide(policy, reference, critics, adaptation, config, self.team, teacher)
 
     def _settings(self, pace: Pace) -> LoopConfig:
         config, sampling = self.config, self.config.sampling
@@ -314,6 +339,9 @@ def build_llm_algorithm(
             value_clip=loss.value_clip,
         )
     )
+    if config.teacher.model:
+        distillation = Distillation(config.teacher.weight, config.teacher.mixture)
+        algorithm = replace(algorithm, distillation=distillation)
     if algorithm.kl.placement.estimator is not kl.exact:
         return algorithm
     # The exact KL over a vocabulary is computed in the forward pass: the probabilities of all tokens are never stored.
@@ -342,9 +370,13 @@ def build_recorder(config: RunConfig, policy: LanguagePolicy, chat: Chat, team: 
     return TokenRecorder(policy, texts, team, prompts) if config.record.tokens else RolloutRecorder(prompts)
 
 
-def build_collector(config: RunConfig) -> Collector:
+def build_collector(config: RunConfig, sampler: LanguageSampler, models: Models) -> Collector:
     sampling = config.sampling
     collector: Collector = DynamicSampling(config.max_resamples) if config.max_resamples else FixedGroups()
     if sampling.adaptive:
         collector = AdaptiveGroups(sampling.initial_group_size, sampling.max_group_size or 0)
+    if models.teacher is not None and config.teacher.prompt:
+        readers = [one.module.config for one in (models.policy, models.teacher)]
+        prompts = TeacherPrompts(config.teacher.prompt, sampler.context_of, readers)
+        collector = WithTeacher(collector, prompts.contexts)
     return collector if sampling.final_group_size is None else LogGroupSizes(collector)

@@ -9,7 +9,8 @@ All weights are trained, or an adapter (LoRA) of frozen weights:
 | sharded by FSDP2 | all weights                 | the frozen weights; every rank has the whole adapter                |
 | saved            | `model/`                    | `model/` with merged weights, `adapter/` in peft's format           |
 
-A run whose KL coefficient is always 0 has no reference. The reference has a copy of the adapter if the run begins with
+A run whose KL coefficient is always 0 has no reference, unless it is the teacher. The teacher is the policy, the
+reference, or another model, which is frozen. The reference has a copy of the adapter if the run begins with
 an adapter, or refreshes its reference.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,11 +42,11 @@ from covey.config.model_sources import (
 )
 from covey.data import Team
 from covey.llm.critic import AdapterCritic, LanguageCritic, SharedTrunkValues
-from covey.llm.generation.backend import find_kernels
+from covey.llm.generation.backend import Backend, Sampling, find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.chat import Chat
-from covey.llm.model.loading import find_skeleton, load_checkpoint_weights, load_model
+from covey.llm.model.loading import find_skeleton, load_chat, load_checkpoint_weights, load_model
 from covey.llm.model.logprobs import MinimumLength
 from covey.llm.model.lora import (
     BASE_FILE,
@@ -68,8 +69,9 @@ from covey.llm.model.lora import (
 )
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.model.stop_strings import stop_strings
-from covey.llm.policy import ExtraOutput, KLToReference, LanguagePolicy
+from covey.llm.policy import DivergenceToTeacher, ExtraOutput, KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
+from covey.llm.teacher import check_tokens
 from covey.runtime.device import Machine
 from covey.runtime.distributed import ShardedTeam, exchange_json
 from covey.runtime.sharding import WHOLE, Weights, is_sharded
@@ -98,13 +100,7 @@ class AllWeights:
 
     def reference(self, policy: LanguagePolicy) -> LanguagePolicy:
         """The policy as it is now, to be evaluated while the policy changes."""
-        return LanguagePolicy(
-            copy.deepcopy(policy.module).requires_grad_(False),
-            temperature=policy.temperature,
-            microbatch_tokens=policy.microbatch_tokens,
-            backend=policy.backend,
-            minimum=policy.minimum,
-        )
+        return _frozen(copy.deepcopy(policy.module), policy, policy.backend)
 
     def critic(self, policy: LanguagePolicy, trunk: str) -> LanguageCritic:
         """A new critic; `trunk` is critic.trunk."""
@@ -182,6 +178,32 @@ class AdapterOnly(AllWeights):
 
     def folders(self) -> list[tuple[str, Callable[[Path], None]]]:
         return [(ADAPTER_FOLDER, partial(save_adapter, self.adapter, self.base))]
+
+
+def _frozen(module: Any, policy: LanguagePolicy, backend: Backend | None = None) -> LanguagePolicy:
+    """A model that is evaluated as a policy is, and not trained."""
+    frozen = LanguagePolicy(
+        module,
+        temperature=policy.temperature,
+        microbatch_tokens=policy.microbatch_tokens,
+        backend=backend,
+        minimum=policy.minimum,
+    )
+    module.requires_grad_(False)
+    return frozen
+
+
+def load_teacher(config: RunConfig, policy: LanguagePolicy, chat: Chat, machine: Machine) -> LanguagePolicy | None:
+    """The teacher of a run if it is another model; None for the policy and the reference.
+
+    Raises:
+        ConfigError: if it cannot be found or loaded, or has another tokenizer.
+    """
+    name = config.teacher.model
+    if not config.teacher.is_own_model:
+        return None
+    check_tokens(chat, load_chat(name)[0], name)
+    return _frozen(load_model(name, dtype=machine.dtype, device=machine.device).module, policy)
 
 
 def adapt(policy: LanguagePolicy, config: RunConfig) -> tuple[LanguagePolicy, AllWeights]:
@@ -305,12 +327,13 @@ def build_critic(config: RunConfig, policy: LanguagePolicy, adaptation: AllWeigh
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, and its reference and its critic, if there is one."""
+    """The policy, and its reference, its critic and its teacher, if there is one."""
 
     policy: LanguagePolicy
     reference: LanguagePolicy | None
     critics: Sequence[LanguageCritic]
     critic_weights: Sequence[Weights]  # of the trunks of the critics
+    teacher: LanguagePolicy | None = None
 
     @property
     def trained(self) -> list[tuple[nn.Module, Weights]]:
@@ -385,26 +408,40 @@ def divide(
     adaptation: AllWeights,
     config: RunConfig,
     team: Team,
+    teacher: LanguagePolicy | None = None,
 ) -> Models:
     """Shard the weights, if the ranks of the team divide them.
+
+    Args:
+        teacher: another model than policy and reference.
 
     Raises:
         ConfigError: if the ranks have loaded different weights, or the forward passes of the model are not as many as
             its microbatches.
     """
     check_same_weights(partial(adaptation.checksum, policy), config.model, team)
-    if not isinstance(team, ShardedTeam):
-        return Models(policy, reference, critics, [WHOLE for _ in critics])
-    division = sharding(policy, config.cluster, team)
-    critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
-    policy, reference = adaptation.divide(policy, reference, division)
-    critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]
-    return Models(policy, reference, critics, critic_weights)
+    if teacher is not None:
+        check_same_weights(partial(checksum_of_base, teacher.module), config.teacher.model, team)
+    critic_weights = [WHOLE for _ in critics]
+    if isinstance(team, ShardedTeam):
+        division = sharding(policy, config.cluster, team)
+        critic_weights = [division(critic.trunk) if critic.own_trunk else WHOLE for critic in critics]
+        policy, reference = adaptation.divide(policy, reference, division)
+        critics = [critic if critic.own_trunk else critic.with_trunk_of(policy) for critic in critics]
+        if teacher is not None:
+            teacher = teacher.with_outputs(weights=sharding(teacher, config.cluster, team)(teacher.module))
+    own = {"policy": policy, "reference": reference}
+    return Models(policy, reference, critics, critic_weights, own.get(config.teacher.model, teacher))
 
 
 def with_outputs(models: Models, algorithm: Algorithm) -> LanguagePolicy:
-    """The policy with the additional outputs that its loss needs: values, exact KL."""
+    """The policy with the additional outputs that its loss needs: values, exact KL, divergence to a teacher."""
     extra: list[ExtraOutput] = [SharedTrunkValues(critic) for critic in models.critics if not critic.trains_trunk]
     if isinstance(algorithm.kl.placement, KLFromOutput) and models.reference is not None:
         extra.append(KLToReference(models.reference))
-    return models.policy.with_outputs(*extra)
+    if models.teacher is None:
+        return models.policy.with_outputs(*extra)
+    policy = models.policy.with_outputs(*extra, DivergenceToTeacher(models.teacher, algorithm.distillation.beta))
+    if not models.teacher.shares_prompts:  # rollouts are evaluated one by one, as the teacher must
+        policy.backend = replace(policy.backend, sampling=Sampling.NO_CACHE)
+    return policy

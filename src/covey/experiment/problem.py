@@ -26,6 +26,7 @@ from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
+from covey.llm.teacher import TeacherPrompts
 from covey.runtime.worker.process import CallError
 from covey.runtime.worker.sessions import Session
 
@@ -137,7 +138,7 @@ class Conversations(Completions):
             ConfigError: if the model's chat template cannot continue a conversation.
         """
         style = Style(chat, self._style, self._tools)
-        ConversationEncoder(chat).check(style.reply_roles)
+        ConversationEncoder(style.chat).check(style.reply_roles)
         observation = min(self._observations, key=len, default="")
 
         def encode(prompt: Any) -> Sequence[int]:
@@ -300,6 +301,27 @@ class Problem:
             refuse_first_starts(task, limit, config.seed, config.steps, sampling.prompts_per_step)
         return replace(self, task=FittingTask(task, limit, note), held_out=held_out)
 
+    def check_teacher(self, chat: Chat, models: Sequence[Any]) -> None:
+        """Fill the teacher's template with the rows of the data, or with the first ones that a task draws.
+
+        Args:
+            chat: encodes the prompts.
+            models: transformers' configs of the policy and, if it is another model, of the teacher.
+
+        Raises:
+            ConfigError: as `TeacherPrompts.check`.
+        """
+        config, task = self.config, self.task
+        limit = self.kind.prompt_limit(chat, models[0], config.rollout_limit, drop=True)
+        encode = limit.encode or chat.encode
+        rows: Sequence[Any] = (
+            task.rows
+            if isinstance(task, PromptDataset)
+            else [*self.held_out, *task.draw(config.seed, 1, config.sampling.prompts_per_step, first=0, before=0)]
+        )
+        prompts = TeacherPrompts(config.teacher.prompt, lambda prompt, observation: encode(prompt), models)
+        prompts.check(rows, config.rollout_limit, drop=config.sampling.long_prompts == "drop")
+
     def notes(self, asked: int, name: str) -> list[str]:
         """Notes on the data for the user, such as fewer held-out problems than asked for.
 
@@ -335,6 +357,8 @@ def build_problem(
         raise ConfigError("there is no task: add a [task] table, or call run(config, task=...)")
     task = kind.task(config.task) if task is None else task_of(task)
     default = kind.default_rewards or getattr(task, "default_rewards", ())
+    if config.teacher.model and not kind.default_rewards and not _has_answers(task):
+        default = (RewardConfig(name="zero"),)
     if not (rewards or config.rewards or default):
         raise ConfigError("there is no reward: add a [[rewards]] table, or call run(config, rewards=[...])")
     grader = build_grader(
@@ -356,6 +380,13 @@ def build_problem(
         grader.close()
         raise
     return Problem(config, kind, task, grader, held_out)
+
+
+def _has_answers(task: Task) -> bool:
+    """False for data without a right answer, and for a task that names no reward."""
+    if isinstance(task, PromptDataset):
+        return any("answer" in row.columns for row in task.rows)
+    return bool(getattr(task, "default_rewards", ()))
 
 
 @contextmanager

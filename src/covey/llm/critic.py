@@ -173,7 +173,7 @@ class SharedTrunkValues:
         return {"values_BT": decided.scatter_to_batch(self.head(decided.hidden_NW))}
 
     def by_row(
-        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+        self, policy: LanguagePolicy, logp_TV: Tensor, batch: Batch, row: int, early_T: Tensor | None
     ) -> dict[str, Tensor]:
         return {}
 

@@ -7,8 +7,9 @@ Shapes: B rollouts, T actions, D decisions of the batch, N distinct decisions, L
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from covey.llm.model.logprobs import (
     NO_MINIMUM,
     ActionHiddenStates,
     MinimumLength,
-    exact_kl,
+    exact_divergence,
     hidden_states_for_actions,
     row_lengths,
     row_tokens,
@@ -50,7 +51,7 @@ class ExtraOutput(Protocol):
         """[B, T], from the hidden states of a packed forward pass."""
 
     def by_row(
-        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+        self, policy: LanguagePolicy, logp_TV: Tensor, batch: Batch, row: int, early_T: Tensor | None
     ) -> dict[str, Tensor]:
         """[T], from the log-probabilities of one rollout; `early_T` is True where they exclude end tokens."""
 
@@ -191,8 +192,8 @@ class LanguagePolicy:
         evaluate = with_present_adapter(self.module, self._evaluate_row)
         early_BT = self.minimum.early(batch.mask_BT)
         for row, length in enumerate(row_lengths(batch)):
-            tokens_L, early_T = row_tokens(batch, row, length), None if early_BT is None else early_BT[row, :length]
-            output_T = checkpoint(evaluate, tokens_L, length, early_T, use_reentrant=False)
+            early_T = None if early_BT is None else early_BT[row, :length]
+            output_T = checkpoint(evaluate, batch, row, length, early_T, use_reentrant=False)
             rows.append({name: value_T[batch.mask_BT[row, :length]] for name, value_T in output_T.items()})
         output_BT = {
             name: scatter_to_batch(torch.cat([row[name] for row in rows]), position_N, batch) for name in rows[0]
@@ -201,15 +202,16 @@ class LanguagePolicy:
             output_BT |= output.after_rows(self, batch)
         return PolicyOutput(**output_BT)
 
-    def _evaluate_row(self, tokens_L: Tensor, decisions: int, early_T: Tensor | None) -> dict[str, Tensor]:
+    def _evaluate_row(self, batch: Batch, row: int, decisions: int, early_T: Tensor | None) -> dict[str, Tensor]:
         """The fields of `PolicyOutput` for one rollout, [T] each."""
+        tokens_L = row_tokens(batch, row, decisions)
         logp_TV = self.log_distribution(tokens_L, decisions, early_T)
         output_T = {
             "logprobs_BT": logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0],
             "entropy_BT": -(logp_TV.exp() * logp_TV).sum(dim=1),
         }
         for output in self.extra:
-            output_T |= output.by_row(self, logp_TV, tokens_L, early_T)
+            output_T |= output.by_row(self, logp_TV, batch, row, early_T)
         return output_T
 
 
@@ -220,37 +222,96 @@ class KLToReference:
     the reference too.
     """
 
+    name = "kl_BT"  # in `PolicyOutput`
+    beta = kl.REVERSE  # of the divergence
+
     def __init__(self, reference: LanguagePolicy) -> None:
         self.reference = reference
+
+    def read(self, batch: Batch) -> Batch:
+        """The rows as the other policy reads them."""
+        return batch
 
     def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():
             return {}
-        reference = self.reference.module
+        other, read = self.reference.module, self.read(batch)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            early_BT = policy.minimum.early(batch.mask_BT)
+            theirs = hidden_states_for_actions(other.base_model, read, packed=True, early_BT=early_BT)
+            return theirs.hidden_NW, theirs.index_D
+
         with torch.no_grad():
-            other_NW = self.reference.weights.run(
-                lambda: (
-                    hidden_states_for_actions(
-                        reference.base_model, batch, packed=True, early_BT=policy.minimum.early(batch.mask_BT)
-                    ).hidden_NW
-                )
-            )
-        head, other_head = policy.module.get_output_embeddings(), reference.get_output_embeddings()
-        kernels = policy.backend.kernels
-        excluded = policy.minimum.excluded(decided.early_N)
-        kl_N = exact_kl(decided.hidden_NW, head, other_NW, other_head, policy.temperature, kernels, excluded)
-        return {"kl_BT": decided.scatter_to_batch(kl_N)}
+            other_NW, index_D = self.reference.weights.run(compute)
+        if not torch.equal(index_D, decided.index_D):  # with other prompts, other decisions share an entry
+            decided, other_NW = decided.of_decisions(), other_NW[index_D]
+        head, other_head = policy.module.get_output_embeddings(), other.get_output_embeddings()
+        divergence_N = exact_divergence(
+            decided.hidden_NW, head, other_NW, other_head, policy.temperature, policy.backend.kernels,
+            policy.minimum.excluded(decided.early_N), self.beta,
+        )  # fmt: skip
+        return {self.name: decided.scatter_to_batch(divergence_N)}
 
     def by_row(
-        self, policy: LanguagePolicy, logp_TV: Tensor, tokens_L: Tensor, early_T: Tensor | None
+        self, policy: LanguagePolicy, logp_TV: Tensor, batch: Batch, row: int, early_T: Tensor | None
     ) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():
             return {}
+        tokens_L = row_tokens(self.read(batch), row, len(logp_TV))
         with torch.no_grad():
             other_TV = self.reference.weights.run(
                 lambda: self.reference.log_distribution(tokens_L, len(logp_TV), early_T)
             )
-        return {"kl_BT": kl.exact(logp_TV, other_TV)}
+        return {self.name: kl.jensen_shannon(*over_common_tokens(logp_TV, other_TV), self.beta)}
 
     def after_rows(self, policy: LanguagePolicy, batch: Batch) -> dict[str, Tensor]:
         return {}
+
+
+class DivergenceToTeacher(KLToReference):
+    """Divergence to a teacher, which reads its own prompt before the policy's completion; implements `ExtraOutput`.
+
+    On-policy distillation, GKD (arXiv 2306.13649), algorithm 1: the divergence has a gradient at the decisions of the
+    policy's own completions, and their sampling has none. It is 0 at rows without a teacher.
+    """
+
+    name = "teacher_BT"
+
+    def __init__(self, teacher: LanguagePolicy, beta: float) -> None:
+        super().__init__(teacher)
+        self.beta = beta
+
+    def read(self, batch: Batch) -> Batch:
+        """Equal prompts of neighbours are a group, because the prompt of a group is computed once. A row without a
+        teacher keeps its prompt, so that all ranks make as many passes.
+        """
+        embedding: Any = self.reference.module.get_input_embeddings()
+        known = len(embedding.weight)
+        batch = replace(batch, actions_BT=batch.actions_BT.clamp(max=known - 1))  # a policy may be padded with more
+        if batch.teacher_context is None:
+            return batch
+        contexts = [theirs or own for theirs, own in zip(batch.teacher_context, batch.context, strict=True)]
+        keys = list(zip(batch.group_B.tolist(), contexts, strict=True))
+        begins = torch.tensor([False, *(before != now for before, now in pairwise(keys))], device=batch.group_B.device)
+        return replace(batch, context=tuple(contexts), group_B=begins.cumsum(0))
+
+    def packed(self, policy: LanguagePolicy, batch: Batch, decided: ActionHiddenStates) -> dict[str, Tensor]:
+        has_teacher_B = batch.has_teacher_B[:, None]
+        found = super().packed(policy, batch, decided)
+        return {name: torch.where(has_teacher_B, value_BT, 0.0) for name, value_BT in found.items()}
+
+    def by_row(
+        self, policy: LanguagePolicy, logp_TV: Tensor, batch: Batch, row: int, early_T: Tensor | None
+    ) -> dict[str, Tensor]:
+        found = super().by_row(policy, logp_TV, batch, row, early_T)
+        return {name: torch.where(batch.has_teacher_B[row], value_T, 0.0) for name, value_T in found.items()}
+
+
+def over_common_tokens(logp_TV: Tensor, other_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """Both distributions over the tokens of the smaller vocabulary, beyond which a model is padded."""
+    common = min(logp_TV.shape[1], other_TV.shape[1])
+    first, second = (
+        one if one.shape[1] == common else one[:, :common].log_softmax(dim=1) for one in (logp_TV, other_TV)
+    )
+    return first, second

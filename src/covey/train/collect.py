@@ -3,6 +3,7 @@
 FixedGroups      every start gets the step's group size
 AdaptiveGroups   a few rollouts from every start, the rest of the budget for groups whose rewards differ
 DynamicSampling  groups whose rewards are all equal are replaced by groups from further starts (DAPO)
+WithTeacher      gives the rollouts of another collector the prompts of a teacher
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from covey.algorithms import Algorithm
 from covey.data import Grader, Group, Sampler, SamplerWeights, Start, Task, Team, collate
@@ -137,6 +138,23 @@ class LogGroupSizes:
     def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
         collected = self.collector.collect(source, count, size)
         return replace(collected, metrics=group_sizes(collected.groups) | collected.metrics)
+
+
+@dataclass(frozen=True)
+class WithTeacher:
+    """Gives the rollouts of another collector's groups, when these are complete, the prompts of a teacher."""
+
+    collector: Collector
+    contexts: Callable[[Group], Sequence[Any]]  # one for each rollout; empty: the rollout has no teacher
+
+    def collect(self, source: GroupSource, count: int, size: int) -> StepGroups:
+        collected = self.collector.collect(source, count, size)
+        taught = []
+        for group in collected.groups:
+            for rollout, context in zip(group.rollouts, self.contexts(group), strict=True):
+                rollout.teacher_context = context
+                taught.append(len(context) > 0)
+        return replace(collected, metrics=collected.metrics | {"teacher/rollouts": fmean(taught)})
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def prepare_rows(
 
     Returns:
         The rows and metrics of the step. A row has a gradient if a decision of it has a non-zero advantage; or if the
-        loss has a KL, entropy or KL-Cov term and some rollout of its group has a non-zero advantage; or if there is a
-        critic.
+        loss has a KL, entropy or KL-Cov term and some rollout of its group has a non-zero advantage; or if it has a
+        teacher, or there is a critic.
 
     Raises:
         ConfigError: if the algorithm needs a reference policy or a critic that is missing, or if a critic is given to
@@ -134,7 +134,7 @@ def prepare_rows(
     signal_G = has_signal(batch, advantages_BT)
     by_group = kl.in_loss or bool(algorithm.entropy_coefficient) or algorithm.high_covariance.in_loss
     signal_B = signal_G[batch.group_B] if by_group else (advantages_BT != 0).any(dim=1)
-    kept_B = counted_BT.any(dim=1) & (signal_B | bool(critics))
+    kept_B = counted_BT.any(dim=1) & (signal_B | algorithm.distillation.rows(batch) | bool(critics))
     fresh_B = batch.fresh_B
     metrics = {
         "groups/zero_advantage_fraction": 1.0 - float(signal_G[batch.group_B[fresh_B].unique()].float().mean()),

@@ -16,7 +16,7 @@ from covey.llm.conversation.environment import HostedEnvironment, check_options,
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import Style
-from covey.llm.conversation.tool_calls import ToolCall, write_calls
+from covey.llm.conversation.tool_calls import FORMATS, ToolCall
 from covey.llm.conversation.tools import Tool, ToolError, check_call
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
@@ -40,7 +40,7 @@ def test_results_of_calls_come_before_the_text_of_the_adapter(name: str) -> None
     style = Style(chat, "respond", PRICES)
     hosted = HostedEnvironment(Shop, 100)
     calls = [ToolCall("price", {"item": "cup"}), ToolCall("price", {"item": 3}), ToolCall("price", {"item": "pen"})]
-    turn = style.read(chat.encode_text(write_calls(calls, style.format)))
+    turn = style.read(chat.encode_text(style.format.write(calls)))
     assert turn.request is not None
     assert turn.request["calls"] == [{"name": "price", "arguments": {"item": item}} for item in ("cup", "pen")]
     answer = style.take(turn, hosted.answer(turn.request))
@@ -63,7 +63,7 @@ def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alon
     assert turn.request == {"do": "respond", "message": "bye", "calls": []}
     answer = style.take(turn, HostedEnvironment(Shop, 100).answer(turn.request))
     assert (answer.replies, answer.reward, answer.done) == ([], 0.25, True)
-    wrong = style.read(chat.encode_text(write_calls([ToolCall("cost", {})], style.format)))
+    wrong = style.read(chat.encode_text(style.format.write([ToolCall("cost", {})])))
     assert wrong.request is None
     assert style.take(wrong, {}).replies[0]["content"].startswith("Error: there is no tool 'cost'")
 
@@ -71,7 +71,7 @@ def test_a_turn_without_a_call_goes_to_the_adapter_and_one_with_wrong_calls_alon
 def test_without_tools_no_call_is_looked_for() -> None:
     chat = chat_of("qwen2.5")
     style = Style(chat, "respond", [])
-    text = write_calls([ToolCall("price", {})], "hermes")
+    text = FORMATS["hermes"].write([ToolCall("price", {})])
     turn = style.read(chat.encode_text(text))
     assert turn.request == {"do": "respond", "message": text, "calls": []}
     assert style.reply_roles == ("user",)

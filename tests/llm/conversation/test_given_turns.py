@@ -13,7 +13,7 @@ from covey.data import EndReason
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import Conversation, Limits
 from covey.llm.conversation.styles import Style
-from covey.llm.conversation.tool_calls import read_calls
+from covey.llm.conversation.tool_calls import FORMATS as BY_NAME
 from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.data.rows import encode_fitting
 from covey.llm.data.sft_examples import check_rows
@@ -22,9 +22,8 @@ from covey.llm.model.chat import Chat
 from covey.llm.sft.encoding import SFT_OPTIONS, ExampleEncoder
 from helpers.chat_models import CHAT_MODELS, chat_of
 from helpers.in_threads import EnvironmentThreads
-from helpers.tool_templates import FORMATS, TEMPLATES
+from helpers.tool_templates import FORMATS, TEMPLATES, chat_with
 
-ON_TOKENIZER_OF = {"hermes3": "qwen2.5", "qwen3_coder": "qwen2.5", "mistral_small": "mistral"}
 USER = {"role": "user", "content": "What is 17 + 25?"}
 ANSWER = {"role": "assistant", "content": "It is 42."}
 SCHEMA = {
@@ -40,13 +39,6 @@ SCHEMA = {
     },
 }
 TOOL = Tool("add", SCHEMA)
-
-
-def chat_with(name: str) -> Chat:
-    chat = chat_of(ON_TOKENIZER_OF.get(name, name))
-    tokenizer = copy.deepcopy(chat.tokenizer)
-    tokenizer.chat_template = TEMPLATES[name]
-    return Chat(tokenizer, chat.end_ids)
 
 
 def call(arguments: object, id: str = "call_1") -> dict:
@@ -130,7 +122,7 @@ TURNS = {
     "a call after text": ([turn(call(SUM), content="I add."), reply("42"), ANSWER], [SUM], "I add."),
     "a call at the end": ([turn(call(SUM))], [SUM], ""),
 }  # fmt: skip
-REFUSED = {("llama3", "a call after text"), ("gemma", "two calls")}  # no call there; two messages of the user in a row
+REFUSED = {("llama3", "a call after text")}  # no call there
 
 
 @pytest.mark.parametrize("given", ["own", "of the recipe", "none"])
@@ -147,7 +139,7 @@ def test_what_is_trained_is_read_as_the_calls_of_the_row(name: str, row: str, gi
         return
     encoded = encode(chat, columns, tools)
     first, *rest = trained(chat, encoded)
-    read = read_calls(first, FORMATS[name])
+    read = BY_NAME[FORMATS[name]].read(first)
     assert read.errors == ()
     if given != "none":
         style = Style(chat, "tools", [TOOL])
@@ -260,11 +252,11 @@ def test_schemas_of_other_libraries_are_understood() -> None:
     }  # fmt: skip
     chat, arguments = chat_of("smollm"), {"a": 1, "b": None, "c": {"d": "x", "e": 2}}
     encoded = encode(chat, {"messages": [USER, turn(call(arguments))], "tools": json.dumps([others])})
-    assert read_calls(trained(chat, encoded)[0], "fenced").calls[0].arguments == arguments
+    assert BY_NAME["fenced"].read(trained(chat, encoded)[0]).calls[0].arguments == arguments
     with pytest.raises(ConfigError, match=r"has an entry 'd' that must be a string"):
         encode(chat, {"messages": [USER, turn(call({"c": {"d": 1}}))], "tools": [others]})
     no_arguments = {"messages": [USER, turn({"name": "now", "arguments": None})], "tools": [{"name": "now"}]}
-    assert read_calls(trained(chat, encode(chat, no_arguments))[0], "fenced").calls[0].arguments == {}
+    assert BY_NAME["fenced"].read(trained(chat, encode(chat, no_arguments))[0]).calls[0].arguments == {}
 
 
 def test_the_encoder_of_turns_is_that_of_rollouts() -> None:

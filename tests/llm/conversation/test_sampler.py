@@ -267,7 +267,7 @@ class Sums:
 
 @pytest.mark.parametrize("name", ["smollm", "qwen2.5", "qwen3", "llama3", "mistral"])
 def test_calls_become_requests_and_results_become_messages(name):
-    from covey.llm.conversation.tool_calls import ToolCall, write_calls
+    from covey.llm.conversation.tool_calls import ToolCall
 
     chat = chat_of(name)
     style = Style(chat, "tools", describe_tools(Sums()))
@@ -276,7 +276,7 @@ def test_calls_become_requests_and_results_become_messages(name):
     session = EnvironmentThreads(Sums).open(0)
     session.ask({"do": "reset", "columns": {}}).result(60)
     calls = [ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": "x", "b": 2}), ToolCall("add", {"a": 3, "b": 4})]
-    turn = style.read(chat.encode_text(write_calls(calls, style.format)))
+    turn = style.read(chat.encode_text(style.format.write(calls)))
     assert len(turn.request["calls"]) == 2
     answer = style.take(turn, session.ask(turn.request).result(60))
     assert [reply["content"] for reply in answer.replies] == [

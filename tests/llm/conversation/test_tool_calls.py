@@ -6,16 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covey.llm.conversation.tool_calls import (
-    DEFAULT_ID,
-    FORMATS,
-    MOST_CALLS,
-    ParsedTurn,
-    ToolCall,
-    find_format,
-    read_calls,
-    write_calls,
-)
+from covey.llm.conversation.tool_calls import FORMATS, MOST_CALLS, ParsedTurn, ToolCall
 from covey.llm.model.chat_templates import render
 from helpers.tool_templates import FORMATS as FORMAT_OF
 from helpers.tool_templates import SPECIAL, TEMPLATES
@@ -24,8 +15,16 @@ USER = {"role": "user", "content": "u"}
 MARKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "```tool\n", "```", "<|python_tag|>",
     "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<think>", "\n</think>", "[", "]", "{", "}", ";",
-    '{"name": "add", "arguments": {"a": 1}}', '"name"', ":", "1", " ", "\n", "add", "NaN", "\\", '"', "ü", "\ud800",
+    "<arg_key>", "</arg_value>", "<|tool_call>call:add", '<|"|>', "<tool_call|>", "<function_calls>", "(", ")", "=",
+    ",", "<|tool_call_start|>[", " to=functions.add<|message|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "[THINK]",
+    '{"name": "add", "arguments": {"a": 1}}', '"name"', ":", "1", " ", "\n", "add", "NaN", "\\", '"', "'", "ü",
+    "\ud800",
 )  # fmt: skip
+# Formats whose arguments are JSON, which any text can be in.
+JSON = [
+    name for name, format in FORMATS.items() if not any(field in format.call for field in ("xml", "quoted", "python"))
+]
+WHOLE = ("llama3", "json_list", "pythonic")  # calls are the whole turn
 text = st.text(max_size=8) | st.lists(st.sampled_from(MARKS[:-1]), max_size=3).map("".join)
 values = st.recursive(
     st.none()
@@ -45,6 +44,14 @@ plain_calls = st.lists(
     min_size=1,
     max_size=3,
 )
+
+
+def read_calls(text: str, format: str) -> ParsedTurn:
+    return FORMATS[format].read(text)
+
+
+def write_calls(calls: list[ToolCall], format: str) -> str:
+    return FORMATS[format].write(calls)
 
 
 def rendered(name: str, turn: ParsedTurn) -> str:
@@ -71,15 +78,6 @@ def check_round_trip(name: str, calls: list[ToolCall]) -> None:
     assert without_ids(found.calls) == without_ids(tuple(given))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_format_is_found_in_the_template(name: str) -> None:
-    assert find_format(TEMPLATES[name]) == FORMAT_OF[name]
-
-
-def test_a_model_without_a_template_writes_fenced_calls() -> None:
-    assert find_format(None) == "fenced"
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "hermes3", "llama3", "mistral", "mistral_small"])
 @settings(max_examples=20)
@@ -97,7 +95,7 @@ def test_calls_in_xml_are_read_back(calls: list[ToolCall]) -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "qwen_xml"])
+@pytest.mark.parametrize("format", JSON)
 @settings(max_examples=25)
 @given(calls)
 @example([ToolCall("add", {"a": "```"}), ToolCall("add", {"a": "</tool_call>\n```tool\n"})])
@@ -107,10 +105,11 @@ def test_calls_that_covey_writes_are_read_back(format: str, calls: list[ToolCall
     assert (found.content, found.errors) == ("", ())
 
 
+@pytest.mark.parametrize("format", [format for format in FORMATS if format not in JSON])
 @settings(max_examples=20)
 @given(plain_calls)
-def test_calls_that_covey_writes_in_xml_are_read_back(calls: list[ToolCall]) -> None:
-    found = read_calls(write_calls(calls, "qwen_xml"), "qwen_xml")
+def test_calls_with_texts_are_read_back_in_every_other_format(format: str, calls: list[ToolCall]) -> None:
+    found = read_calls(write_calls(calls, format), format)
     assert (without_ids(found.calls), found.errors) == (without_ids(tuple(calls)), ())
 
 
@@ -142,7 +141,18 @@ def test_no_text_raises(format: str, text: str) -> None:
         ("hermes", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>'),
         ("hermes", '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>'),
         ("hermes", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
-        ("smollm", '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'),
+        ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}'),
+        ("harmony", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'),
+        ("harmony", '<|start|>assistant<|channel|>analysis to=functions.add code<|message|>{"a": 1}'),
+        ("lfm2", "<|tool_call_start|>[add(a=1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>add(a=1)"),
+        ("olmo3", "<function_calls>\nadd(a = 1)\n</function_calls>"),
+        ("pythonic", "<|python_start|>[add(a=1)]<|python_end|>"),
+        ("llama3", '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1}}'),
+        ("cohere1", 'Action:```json\n[{"tool_name": "add", "parameters": {"a": 1}}]\n```'),
+        ("hunyuan", '<tool_calls><tool_call>function<tool_sep>add\n```json\n{"a": 1}\n```</tool_call></tool_calls>'),
+        ("gemma4", '<|tool_call>call:add{"a": 1}<tool_call|>'),
+        ("kimi", '<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>{"a": 1}'),
         ("llama3", ' {"name": "add", "parameters": {"a": 1}}'),
         ("llama3", '{"parameters": {"a": 1}, "name": "add"}'),
         ("llama3", '{"arguments": "{\\"a\\": 1}", "name": "add"}'),
@@ -155,11 +165,11 @@ def test_no_text_raises(format: str, text: str) -> None:
     ],
 )  # fmt: skip
 def test_variants_of_a_call(format: str, written: str) -> None:
-    for before in ("", "I add.\n") if format != "llama3" else ("",):
+    for before in ("", "I add.\n") if format not in (*WHOLE, "harmony") else ("",):
         found = read_calls(before + written, format)
         assert without_ids(found.calls) == [("add", {"a": 1})]
         assert (found.content, found.errors) == (before.strip(), ())
-    assert found.calls[0].id in (None, "abcdefghi")
+    assert found.calls[0].id in ("000000000", "abcdefghi", "functions.add:3")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,16 @@ def test_variants_of_a_call(format: str, written: str) -> None:
             "it is not valid JSON: NaN is not a number",
         ),
         ("hermes", '<tool_call>{"name": "add"} and more</tool_call>', "there is other text after it"),
-        ("smollm", "<tool_call>[7]</tool_call>", "it is not a JSON object"),
+        ("nemotron", "<TOOLCALL>[7]</TOOLCALL>", "it is not a JSON object"),
+        ("glm", "<tool_call>add", "it has no </tool_call> at its end"),
+        ("glm", "<tool_call>add\n<arg_key>a</arg_key>", "there is other text after it"),
+        ("hunyuan", "<tool_call>add</tool_call>", "it has no NAME\n```json"),
+        ("deepseek31", "<｜tool▁calls▁begin｜>add", "it has no <｜tool▁call▁begin｜>"),
+        ("lfm2", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "its arguments have no names"),
+        ("lfm2", "<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "an argument is not a value"),
+        ("olmo3", "<function_calls>add(a=1</function_calls>", "it is not a call as in Python: "),
+        ("olmo3", "<function_calls>x = add(a=1)</function_calls>", "it is not a call as in Python"),
+        ("gemma4", "<|tool_call>call:add{a:x y}<tool_call|>", "its arguments cannot be read"),
         ("qwen_xml", "<tool_call>add</tool_call>", "it has no <function=NAME>"),
         ("qwen_xml", "<tool_call><function=add><parameter=a>1</tool_call>", "it has no </function>"),
         ("llama3", '{"name": "add", "parameters": {"a": 1}', "it is not valid JSON"),
@@ -226,7 +245,7 @@ def test_a_call_within_the_thinking_is_no_call() -> None:
     assert read_calls(f"<think>\n{call}", "hermes").calls == ()
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "qwen_xml"])
+@pytest.mark.parametrize("format", JSON)
 def test_null_is_no_arguments(format: str) -> None:
     written = write_calls([ToolCall("now", {})], format)
     assert written.count("{}") == 1
@@ -236,15 +255,16 @@ def test_null_is_no_arguments(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_thinking_ends_at_its_mark_outside_of_calls(format: str) -> None:
     """Wherever in a line it stands; its beginning may be in the prompt."""
-    call, other = ToolCall("add", {"a": "x</think>y"}), ToolCall("add", {"a": "z"})
+    end = FORMATS[format].thinking[1]
+    call, other = ToolCall("add", {"a": f"x{end}y"}), ToolCall("add", {"a": "z"})
     written, rest = write_calls([call], format), write_calls([other], format)
-    alone = format in ("llama3", "fenced")  # whose calls begin a turn or a line
-    for thought in (f"{written}</think>", f"So {rest} and\n</think>", "<tool_call>{ ```tool [TOOL_CALLS] </think>"):
+    alone = format in (*WHOLE, "fenced")  # whose calls begin a turn or a line
+    for thought in (f"{written}{end}", f"So {rest} and\n{end}", f"<tool_call>{{ ```tool [TOOL_CALLS] {end}"):
         assert read_calls(thought, format).calls == ()
         found = read_calls(thought + ("\n" if alone else "") + rest, format)
         assert [each.arguments for each in found.calls] == [{"a": "z"}]
         assert found.errors == ()
-    assert [each.arguments for each in read_calls(written, format).calls] == [{"a": "x</think>y"}]
+    assert [each.arguments for each in read_calls(written, format).calls] == [{"a": f"x{end}y"}]
 
 
 def test_a_turn_has_a_limited_number_of_calls() -> None:
@@ -253,7 +273,9 @@ def test_a_turn_has_a_limited_number_of_calls() -> None:
 
 
 def test_messages_have_an_id_that_every_template_accepts() -> None:
-    assert ToolCall("add", {}, "call 1").reply("3")["tool_call_id"] == DEFAULT_ID
+    assert ToolCall("add", {}, "call 1").reply("3")["tool_call_id"] == "000000000"
+    ids = [call.id for call in read_calls(write_calls([ToolCall("add", {})] * 2, "hermes"), "hermes").calls]
+    assert ids == ["000000000", "000000001"]
     call = ToolCall("add", {"a": 1}, "abcdefghi")
     assert call.reply("3") == {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "3"}
     assert ParsedTurn("I add.", (call,), ()).message() == {

@@ -17,7 +17,7 @@ from covey.config import ConfigError
 from covey.llm.conversation.environment import HostedEnvironment
 from covey.llm.conversation.processes import copied_environment
 from covey.llm.conversation.styles import call_format, with_tools
-from covey.llm.conversation.tool_calls import RawText, ToolCall, read_calls
+from covey.llm.conversation.tool_calls import FORMATS, RawText, ToolCall
 from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, text_of
 from helpers.chat_models import CHAT_MODELS, chat_of
 
@@ -363,7 +363,7 @@ def test_a_failure_of_the_tool_is_raised() -> None:
 )
 def test_arguments_of_a_format_without_types_are_read_by_the_schema(parameter: str, written: str, value: Any) -> None:
     text = f"<tool_call>\n<function=sell>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    [call] = read_calls(text, "qwen_xml").calls
+    [call] = FORMATS["qwen_xml"].read(text).calls
     arguments = check_call(TOOLS, ToolCall("sell", {"item": "a"} | call.arguments)).arguments
     assert arguments[parameter] == value
     assert type(arguments[parameter]) is type(value)
@@ -414,10 +414,10 @@ def test_every_model_reads_of_its_tools_exactly_once(name: str) -> None:
     format = call_format(chat, tools)
     prompt, schemas = with_tools(chat, [{"role": "user", "content": "Hello"}], tools, format)
     text = chat.render(prompt, tools=schemas)
-    assert bool(schemas) == (format != "fenced")
+    assert bool(schemas) == (format.name != "fenced")
     assert text.count("Sell an item.") == 1
     assert text.count("Hello") == 1
-    if format == "fenced":
+    if format.name == "fenced":
         assert "```tool\n" in text
         assert "- sell(item: string, count: integer, price: number): Sell an item." in text
         place = "{town: string, street?: string, type?: string}"
@@ -428,13 +428,13 @@ def test_every_model_reads_of_its_tools_exactly_once(name: str) -> None:
 
 def test_a_system_message_stays_before_the_description_of_the_tools() -> None:
     system = {"role": "system", "content": "Be brief."}
-    prompt, _ = with_tools(chat_of("smollm"), [system, {"role": "user", "content": "Hello"}], TOOLS, "fenced")
+    prompt, _ = with_tools(chat_of("smollm"), [system, {"role": "user", "content": "Hello"}], TOOLS, FORMATS["fenced"])
     assert [message["role"] for message in prompt] == ["system", "user"]
     assert prompt[0]["content"].startswith("Be brief.\n\nYou can call these tools:\n- first(): Do nothing.")
 
 
 def test_without_tools_the_prompt_is_unchanged() -> None:
-    assert with_tools(chat_of("smollm"), [{"role": "user", "content": "Hello"}], [], "fenced") == (
+    assert with_tools(chat_of("smollm"), [{"role": "user", "content": "Hello"}], [], FORMATS["fenced"]) == (
         [{"role": "user", "content": "Hello"}],
         [],
     )

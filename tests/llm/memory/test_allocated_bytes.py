@@ -176,12 +176,12 @@ def test_the_exact_kl(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     gradients = recorded(monkeypatch, logprobs, "LogitGradients")
     shape = 9, 8, 30
     (states_NW, head), (other_NW, other_head) = (head_of(*shape, dtype) for _ in range(2))
-    logprobs.exact_kl(states_NW, head, other_NW, other_head, 1.0, TORCH_ALONE).sum().backward()
+    logprobs.exact_divergence(states_NW, head, other_NW, other_head, 1.0, TORCH_ALONE).sum().backward()
     assert len(logits) == 4, "policy and reference, forward and backward"
     held = bytes_of(tensor for part in logits[2:] for tensor in (part._products, part._exact))
     held += bytes_of([gradients[0].hidden, gradients[0].weight, other_NW])
-    assert held == logprobs.exact_kl_bytes(*shape, dtype.itemsize)
-    assert bytes_of([states_NW.grad, head.weight.grad]) == logprobs.exact_kl_returned_bytes(*shape, dtype.itemsize)
+    assert held == logprobs.divergence_bytes(*shape, dtype.itemsize)
+    assert bytes_of([states_NW.grad, head.weight.grad]) == logprobs.divergence_returned_bytes(*shape, dtype.itemsize)
 
 
 @pytest.mark.parametrize("rows", [5, 40])

@@ -21,6 +21,7 @@ from covey.config import (
     RewardConfig,
     RunConfig,
     SamplingConfig,
+    TeacherConfig,
     UpdateConfig,
 )
 from covey.config.machine import processors
@@ -29,7 +30,7 @@ from covey.experiment.plan import check_memory, plan_memory
 from covey.llm.generation import backend
 from covey.llm.memory import estimate
 from covey.llm.memory.dimensions import SMOLLM2_135M, find_model_config, read_dimensions
-from covey.llm.memory.estimate import MemoryPlan, activation_bytes, largest_microbatch, predict
+from covey.llm.memory.estimate import MemoryPlan, activation_bytes, frozen_parameters, largest_microbatch, predict
 from covey.llm.model import prefix_attention
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
@@ -155,6 +156,23 @@ def test_ppo_is_grpo_and_a_critic(kind: str) -> None:
         assert rest == {name: count for name, count in grpo.parts.items() if name not in names}
     assert not any(size for name, size in grpo.parts.items() if name.startswith("critic"))
     assert grpo.peak < min(shared.peak, own.peak)
+
+
+def test_a_teacher_is_counted_by_its_kind() -> None:
+    bare = replace(CONFIG, loss=LossConfig(kl_coefficient=0.0))
+    plain = predict(SMOLLM2, bare, device="cpu", width=2).parts
+    for model, extra in {
+        "smollm2-135m": {"teacher": 2 * SMOLLM2.parameters},
+        "reference": {"reference": 2 * SMOLLM2.parameters},
+        "policy": {},
+    }.items():
+        config = replace(bare, teacher=TeacherConfig(model, prompt="{answer}"))
+        parts = predict(SMOLLM2, config, device="cpu", width=2).parts
+        assert {name: size for name, size in parts.items() if size != plain[name] and name != "logits"} == extra
+        assert parts["logits"] > plain["logits"]
+        mixed = replace(config, teacher=replace(config.teacher, divergence="jensen_shannon"))
+        assert predict(SMOLLM2, mixed, device="cpu", width=2).parts["logits"] > parts["logits"]
+    assert frozen_parameters(SMOLLM2, replace(bare, teacher=TeacherConfig("smollm2-135m"))) == SMOLLM2.parameters
 
 
 def test_a_reward_model_has_an_optimizer_in_an_iterative_run() -> None:

@@ -1,4 +1,4 @@
-"""The exact KL over the vocabulary, in chunks: against the whole matrix, by enumeration and by sampling."""
+"""Exact divergences over the vocabulary, in chunks: against the whole matrix, by enumeration and by sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model import logprobs as heads
 from covey.llm.model.chat import Chat
-from covey.llm.model.logprobs import exact_kl
+from covey.llm.model.logprobs import exact_divergence
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.train.prepare import prepare_batch
@@ -47,11 +47,12 @@ def inputs(with_bias: bool, seed: int = 0) -> tuple[Tensor, SimpleNamespace, Ten
     )
 
 
-def dense(hidden: Tensor, head, other: Tensor, other_head, temperature: float) -> Tensor:
+def dense(hidden: Tensor, head, other: Tensor, other_head, temperature: float, beta: float = 1.0) -> Tensor:
     """The same from the whole matrix of logits, by the definition in core."""
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias) / temperature
     others = torch.nn.functional.linear(other, other_head.weight, other_head.bias) / temperature
-    return kl.exact(logits.log_softmax(-1), others.log_softmax(-1))
+    common = min(logits.shape[1], others.shape[1])
+    return kl.jensen_shannon(logits[:, :common].log_softmax(-1), others[:, :common].log_softmax(-1), beta)
 
 
 @pytest.mark.sampled(4)
@@ -59,10 +60,30 @@ def dense(hidden: Tensor, head, other: Tensor, other_head, temperature: float) -
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_value_and_gradients_are_those_of_the_whole_matrix(monkeypatch, with_bias, temperature):
     monkeypatch.setattr(heads, "CHUNK", 5)
+    compare_with_the_whole_matrix(with_bias, temperature)
+
+
+@pytest.mark.parametrize(
+    ("beta", "fewer"),
+    [(0.0, 0), (0.3, 0), (0.5, 2), (1.0, -2)],
+    ids=["forward", "mixed", "padded policy", "padded other"],
+)
+def test_each_divergence_is_that_of_the_whole_matrix(monkeypatch, beta, fewer):
+    """Of vocabularies of different sizes the common tokens count."""
+    monkeypatch.setattr(heads, "CHUNK", 5)
+    compare_with_the_whole_matrix(True, 0.7, beta, fewer)
+
+
+def compare_with_the_whole_matrix(with_bias: bool, temperature: float, beta: float = 1.0, fewer: int = 0) -> None:
     hidden, head, other, other_head = inputs(with_bias)
+    if fewer:
+        smaller = other_head if fewer > 0 else head
+        smaller.weight, smaller.bias = (
+            tensor.detach()[: -abs(fewer)].clone().requires_grad_(smaller is head) for tensor in vars(smaller).values()
+        )
     learned = [tensor for tensor in (hidden, head.weight, head.bias) if tensor is not None]
-    expected = dense(hidden, head, other, other_head, temperature)
-    found = exact_kl(hidden, head, other, other_head, temperature, KERNELS)
+    expected = dense(hidden, head, other, other_head, temperature, beta)
+    found = exact_divergence(hidden, head, other, other_head, temperature, KERNELS, beta=beta)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     weights = torch.linspace(-1, 2, DECISIONS, **DOUBLE)
     for gradient, truth in zip(
@@ -74,16 +95,15 @@ def test_value_and_gradients_are_those_of_the_whole_matrix(monkeypatch, with_bia
 
     def function(*tensors: Tensor) -> Tensor:
         bias = tensors[2] if with_bias else None
-        return exact_kl(
-            tensors[0], SimpleNamespace(weight=tensors[1], bias=bias), other, other_head, temperature, KERNELS
-        )
+        own = SimpleNamespace(weight=tensors[1], bias=bias)
+        return exact_divergence(tensors[0], own, other, other_head, temperature, KERNELS, beta=beta)
 
     assert torch.autograd.gradcheck(function, learned)
 
 
 def test_zero_without_a_gradient_where_the_policies_are_one():
     hidden, head, *_ = inputs(True)
-    found = exact_kl(hidden, head, hidden, head, 0.7, KERNELS)
+    found = exact_divergence(hidden, head, hidden, head, 0.7, KERNELS)
     assert found.tolist() == [0.0] * DECISIONS
     gradients = torch.autograd.grad(found.sum(), [hidden, head.weight, head.bias])
     assert all(float(gradient.abs().max()) < 1e-15 for gradient in gradients)
@@ -95,7 +115,7 @@ def test_the_mean_of_k1_over_many_samples_comes_near_it():
     others = torch.nn.functional.linear(other, other_head.weight).log_softmax(-1)[0]
     drawn = torch.multinomial(logprobs.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(1))
     sampled = kl.k1(logprobs[drawn], others[drawn])
-    truth = exact_kl(hidden, head, other, other_head, 1.0, KERNELS)[0]
+    truth = exact_divergence(hidden, head, other, other_head, 1.0, KERNELS)[0]
     assert float(sampled.mean()) == pytest.approx(float(truth.detach()), abs=4 * float(sampled.std()) / 200_000**0.5)
 
 
@@ -116,7 +136,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(monkeypatch):
     head = torch.nn.Linear(4, vocabulary)
     other, other_head = torch.randn(many, 4), torch.nn.Linear(4, vocabulary)
     with Watching():
-        exact_kl(hidden, head, other, other_head, 1.0, KERNELS).sum().backward()
+        exact_divergence(hidden, head, other, other_head, 1.0, KERNELS).sum().backward()
     assert max(sizes) <= 8 * vocabulary
 
 

@@ -57,7 +57,7 @@ def config(task: Any, *rewards: RewardConfig) -> RunConfig:
 
 def test_every_built_in_reward_that_reads_the_data_checks_it() -> None:
     assert {name for name, reward in BUILT_IN_REWARDS.items() if reward.check} == set(GOOD)
-    others = {"format", "tags", "length", "repetition", "language", "environment", "reasoning_gym"}
+    others = {"format", "tags", "length", "repetition", "language", "environment", "reasoning_gym", "zero"}
     assert set(BUILT_IN_REWARDS) == set(GOOD) | others
 
 

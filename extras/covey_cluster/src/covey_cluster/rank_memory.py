@@ -25,7 +25,7 @@ from covey.runtime.optimizer import MASTER_DTYPE
 
 GATHERED_LAYERS = 2
 SHARDED = (
-    "fp32 master weights", "optimizer moments", "reference", "critic's master weights", "critic's moments",
+    "fp32 master weights", "optimizer moments", "reference", "teacher", "critic's master weights", "critic's moments",
     "gradients", "critic's gradients",
 )  # fmt: skip
 # Of one token of a rollout, in a Python list: a reference, and an int or a float (those below 257 are shared).

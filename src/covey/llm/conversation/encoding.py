@@ -33,6 +33,8 @@ from covey.llm.model.chat import Chat, Message
 
 TURN = "coveyturn7"  # stands for a turn of the model, so a template must leave it unchanged
 REPLY = "coveyreply{}z"  # stands for the content of a reply
+QUESTION = {"role": "user", "content": "u"}
+PLAIN_TURN = {"role": "assistant", "content": TURN}
 # Contents that a template may change, as by JSON, or strip.
 SAMPLES = ("5", 'He said "no"\\n', "two\nlines\n\n", "  spaces  ", "{{ x }}", "<tag>ü</tag>", "'", "null", "")
 
@@ -51,6 +53,7 @@ class ConversationEncoder:
         self.chat = chat
         self._plain = PlainTextEncoder(chat.tokenizer, chat.end_ids)
         self._pieces: dict[tuple[str, ...], list[str]] = {}
+        self._last_turns: dict[str, str] = {}
 
     @property
     def control_ids(self) -> frozenset[int]:
@@ -86,8 +89,24 @@ class ConversationEncoder:
             ReplyNotEncodable: if the template changes its own text with the content of a reply, or a reply would become
                 a control token. ConfigError: if the template refuses the messages.
         """
-        ids = self._plain.encode(self._parts(replies))
-        return self.chat.check_ids(ids[self._closing(ids) if ended else 0 :]) if ids else ()
+        parts = self._parts(replies)
+        ids = self._plain.encode(parts)
+        return self.chat.check_ids(ids[self._closing(ids, parts[-1][0]) if ended else 0 :]) if ids else ()
+
+    def own_text(self, message: Message) -> str:
+        """The text of a given turn as the template writes it, without its end token, wherever it begins.
+
+        Raises:
+            ConfigError: if the template refuses it.
+        """
+        beginning = self.chat.render([QUESTION], answer_begins=True)
+        whole = self.chat.render([QUESTION, message], answer_begins=False)
+        common = _common(beginning, whole)
+        if common != beginning:
+            common = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", common)  # two marks may begin alike
+        text = whole[len(common) :].removesuffix(self._end_of_last(PLAIN_TURN))
+        ids = self._with_end(self.chat.encode_text(text), beginning)
+        return str(self.chat.tokenizer.decode(list(ids[:-1])))
 
     def turn(self, message: Message) -> tuple[int, ...]:
         """Token ids of a given turn of the model as it would write it, with the end token.
@@ -95,9 +114,8 @@ class ConversationEncoder:
         Raises:
             ConfigError: if the template writes the turn in another place than after its beginning of an answer.
         """
-        first = {"role": "user", "content": "u"}
-        beginning = self.chat.render([first], answer_begins=True)
-        whole = self.chat.render([first, message], answer_begins=False)
+        beginning = self.chat.render([QUESTION], answer_begins=True)
+        whole = self.chat.render([QUESTION, message], answer_begins=False)
         if whole.startswith(beginning):
             text = whole[len(beginning) :]
         elif message.get("tool_calls"):
@@ -105,27 +123,51 @@ class ConversationEncoder:
                 "the model's chat template writes tool calls elsewhere than after its beginning of an answer"
             )
         else:
-            marked = self.chat.render([first, {"role": "assistant", "content": TURN}], answer_begins=False)
+            marked = self.chat.render([QUESTION, PLAIN_TURN], answer_begins=False)
             text = str(message["content"]) + self._after_marker(marked)
         together, before = self.chat.encode_text(beginning + text), self.chat.encode_text(beginning)
         joined = together[: len(before)] == before
-        return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text))
+        return self._with_end(together[len(before) :] if joined else self.chat.encode_text(text), beginning)
 
-    def _with_end(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The turn up to its last end token, if only white space follows it; otherwise an end token is appended."""
+    def _with_end(self, ids: Sequence[int], beginning: str) -> tuple[int, ...]:
+        """The turn up to its last end token, if only white space follows it, or the beginning of another answer, which
+        some templates always write; otherwise an end token is appended.
+        """
         last = max((place for place, id in enumerate(ids) if id in self.chat.end_ids), default=None)
-        if last is not None and not str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip():
+        if last is not None and beginning.rstrip().endswith(
+            str(self.chat.tokenizer.decode(list(ids[last + 1 :]))).strip()
+        ):
             return tuple(ids[: last + 1])
         return (*ids, self.chat.end_id)
 
-    def _closing(self, ids: Sequence[int]) -> int:
-        """The number of tokens that end the turn: white space and an end token of the model."""
+    def _closing(self, ids: Sequence[int], after_reply: str) -> int:
+        """The number of tokens that end the turn: white space, and the template's end token or what it writes in its
+        place within a conversation, which then ends a reply, too.
+
+        A token of the next message stays, also if it is an end token of the model, as GLM's `<|user|>` is.
+        """
         for place, id in enumerate(ids):
-            if id in self.chat.end_ids:
+            if id in self._own_ends:
                 return place + 1
-            if id in self._plain.control_ids or str(self.chat.tokenizer.decode([id])).strip():
+            if id in self._plain.control_ids:
+                ends = next((id for id in self.chat.encode_text(after_reply) if id in self._plain.control_ids), None)
+                return place + 1 if id == ends and self._own_ends and id not in self.chat.end_ids else 0
+            if str(self.chat.tokenizer.decode([id])).strip():
                 break
         return 0
+
+    @cached_property
+    def _own_ends(self) -> frozenset[int]:
+        """The end tokens that the template writes after a turn that is the last message, one with a call or without."""
+        call = {"role": "assistant", "content": "", "tool_calls": [ToolCall("t", {"a": TURN}).message()]}
+        found: set[int] = set()
+        for turn in (PLAIN_TURN, call):
+            try:
+                after = self._end_of_last(turn)
+            except ConfigError:
+                continue
+            found.update([id for id in self.chat.encode_text(after) if id in self.chat.end_ids][:1])
+        return frozenset(found)
 
     def _parts(self, replies: Sequence[Message]) -> list[Part]:
         """The text after a turn: pieces of the template, and between them the contents as it renders them."""
@@ -141,7 +183,7 @@ class ConversationEncoder:
             after = pieces[number + 1] + "".join(
                 REPLY.format(k) + pieces[k + 1] for k in range(number + 1, len(replies))
             )
-            text = self._render_after(others)
+            text = self.text_after_turn(others)
             fits = len(text) >= len(before) + len(after) and text.startswith(before) and text.endswith(after)
             if not fits:
                 raise ReplyNotEncodable("writes other text of its own for this content")
@@ -153,7 +195,7 @@ class ConversationEncoder:
         shape = tuple(json.dumps({**reply, "content": ""}, sort_keys=True, default=str) for reply in replies)
         if shape not in self._pieces:
             markers = [REPLY.format(place) for place in range(len(replies))]
-            rest = self._render_after(
+            rest = self.text_after_turn(
                 [dict(reply, content=marker) for reply, marker in zip(replies, markers, strict=True)]
             )
             pieces = []
@@ -167,10 +209,50 @@ class ConversationEncoder:
             self._pieces[shape] = [*pieces, rest]
         return self._pieces[shape]
 
-    def _render_after(self, replies: Sequence[Message]) -> str:
-        """The text after the model's turn in a conversation of a question, the turn and these replies."""
-        turn = {"role": "assistant", "content": TURN}
-        return self._after_marker(self.chat.render([{"role": "user", "content": "u"}, turn, *replies]))
+    def text_after_turn(self, replies: Sequence[Message]) -> str:
+        """The text after the model's turn in a conversation of a question, the turn and these replies.
+
+        Results of tools follow a turn with their calls, if the template takes it: some refuse results without calls, or
+        write them into the turn.
+
+        Raises:
+            ConfigError: if the template refuses the messages.
+        """
+        results = [reply for reply in replies if reply["role"] == "tool"]
+        calls = [ToolCall(str(each.get("name", "t")), {"a": TURN}, each.get("tool_call_id")) for each in results]
+        if calls:
+            try:
+                turn = {"role": "assistant", "content": "", "tool_calls": [call.message() for call in calls]}
+                return self._text_after_calls(turn, replies)
+            except ConfigError:  # such as of a template that knows one call in a turn only
+                pass
+        return self._after_marker(self.chat.render([QUESTION, PLAIN_TURN, *replies]))
+
+    def _text_after_calls(self, turn: Message, replies: Sequence[Message]) -> str:
+        """The text from the end of the turn on, whose calls have the marker."""
+        last, text = self._end_of_last(turn), self._after_marker(self.chat.render([QUESTION, turn, *replies]))
+        of_calls = last.removesuffix(self._end_of_last(PLAIN_TURN))
+        if text.startswith(of_calls) and last.endswith(self._end_of_last(PLAIN_TURN)):
+            return text[len(of_calls) :]
+        common = _common(last, text)
+        ends = [
+            common.find(self._plain.texts[id]) for id in self._own_ends if self._plain.texts.get(id, TURN) in common
+        ]
+        if ends:
+            return text[min(ends) :]
+        for control in (*self._plain.pattern.finditer(last), *self._plain.pattern.finditer(text)):
+            if control.start() < len(common) < control.end():  # two control tokens begin alike
+                common = common[: control.start()]
+        return text[len(common) :]
+
+    def _end_of_last(self, turn: Message) -> str:
+        """The text after the marker of a turn that is the last message."""
+        key = json.dumps(turn)
+        if key not in self._last_turns:
+            if len(self._last_turns) > 1000:  # identifiers of tool calls differ
+                self._last_turns.clear()
+            self._last_turns[key] = self._after_marker(self.chat.render([QUESTION, turn], answer_begins=False))
+        return self._last_turns[key]
 
     def _after_marker(self, text: str) -> str:
         _, marker, after = text.partition(TURN)
@@ -180,6 +262,12 @@ class ConversationEncoder:
                 "continued: change the template, or use another model"
             )
         return after
+
+
+def _common(first: str, second: str) -> str:
+    """With what both begin."""
+    differ = (place for place, both in enumerate(zip(first, second, strict=False)) if both[0] != both[1])
+    return first[: next(differ, min(len(first), len(second)))]
 
 
 class PlainTextEncoder:
@@ -202,7 +290,7 @@ class PlainTextEncoder:
         if unknown not in end_ids | {tokenizer.bos_token_id, tokenizer.pad_token_id}:
             self.control_ids -= {unknown}
         longest_first = sorted(self.texts.values(), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def encode(self, parts: Sequence[Part]) -> list[int]:
         """Token ids of the joined parts, without tokens that a tokenizer adds at the ends.
@@ -211,7 +299,7 @@ class PlainTextEncoder:
             ReplyNotEncodable: if a part of others would become a control token all the same.
         """
         wanted = [id for text, written in parts if written for id in self._controls(self._ids(text))]
-        if not any(self._pattern.search(text) for text, written in parts if not written):
+        if not any(self.pattern.search(text) for text, written in parts if not written):
             ids = self._ids("".join(text for text, _ in parts))
             if self._controls(ids) == wanted:
                 return ids
@@ -233,7 +321,7 @@ class PlainTextEncoder:
         for text, written in parts:
             if not written and any(name in text.casefold() for name in names.values()):
                 raise ReplyNotEncodable("cannot be used: its text has the hidden name of a control token")
-            texts.append(self._pattern.sub(lambda found: names_of[found.group()], text) if written else text)
+            texts.append(self.pattern.sub(lambda found: names_of[found.group()], text) if written else text)
         return list(tokenizer.encode("".join(texts), add_special_tokens=False).ids)
 
     @cached_property
@@ -265,7 +353,7 @@ class PlainTextEncoder:
         piece = ""
         for text, written in parts:
             begin = 0
-            for found in self._pattern.finditer(text) if written else ():
+            for found in self.pattern.finditer(text) if written else ():
                 yield from self._ids(piece + text[begin : found.start()], split_special_tokens=True)
                 yield ids_of[found.group()]
                 piece, begin = "", found.end()

@@ -48,7 +48,7 @@ class ConversationSampler(LanguageSampler):
     @cached_property
     def encoder(self) -> ConversationEncoder:
         """Encodes what follows a turn; it remembers the template's text."""
-        return ConversationEncoder(self.chat)
+        return ConversationEncoder(self.style.chat)
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Groups in the order of `starts`. A conversation whose environment fails has a `failure`."""

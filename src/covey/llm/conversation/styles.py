@@ -9,15 +9,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError
 from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
-from covey.llm.conversation.tool_calls import ToolCall, find_format, given_calls, read_calls, write_calls
+from covey.llm.conversation.tool_calls import (
+    FORMATS,
+    CannotRead,
+    Format,
+    ParsedTurn,
+    RawText,
+    ToolCall,
+    call_of,
+    given_calls,
+)
 from covey.llm.conversation.tools import ERROR, Tool, ToolError, check_call, schema_of
 from covey.llm.model.chat import MARKER, Chat, Message
+from covey.llm.model.chat_templates import TemplateFailed, parse_response
 
 
 @dataclass(frozen=True)
@@ -48,10 +58,10 @@ class Style:
     """
 
     def __init__(self, chat: Chat, kind: str, tools: Sequence[Tool] = ()) -> None:
-        self.chat, self.kind, self.tools = chat, kind, tools
-        self.format = call_format(chat, tools)
+        self.chat, self.kind, self.tools = chat.for_tools if tools else chat, kind, tools
+        self.format = call_format(self.chat, tools)
         self._reads_calls = kind == "tools" or bool(tools)
-        of_calls = [str(reply_message(chat, ToolCall("t", {}), "")["role"])] if self._reads_calls else []
+        of_calls = [str(reply_message(self.chat, ToolCall("t", {}), "")["role"])] if self._reads_calls else []
         roles = of_calls if kind == "tools" else ["user", *of_calls]
         self.reply_roles = tuple(dict.fromkeys(roles))
 
@@ -64,7 +74,7 @@ class Style:
         if not self._reads_calls:
             text = self.chat.decode(tokens)
             return Turn({"role": "assistant", "content": text}, self._request(text, []))
-        parsed = read_calls(str(self.chat.tokenizer.decode(list(tokens))), self.format)
+        parsed = self.format.read(str(self.chat.tokenizer.decode(list(tokens))))
         replies: list[dict[str, Any] | None] = []
         checked: list[ToolCall] = []
         for call in parsed.calls:
@@ -87,7 +97,7 @@ class Style:
         # The last reply is kept, although the model does not read it.
         if text or (text is not None and not done):
             replies.append({"role": "user", "content": text})
-        return Answer(replies, reply.get("reward", 0.0), done)
+        return Answer(_alternating(self.chat, replies), reply.get("reward", 0.0), done)
 
     def _request(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self.kind == "tools":
@@ -98,17 +108,138 @@ class Style:
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of messages with the text of the thinking
 
 
-def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> str:
-    """The format in which the model writes calls, as of `find_format`; `fenced` if its template shows no tools."""
+class DeclaredFormat:
+    """Calls as a tokenizer declares them: transformers' response parsing, by the `response_template` of its config."""
+
+    name = "declared by the tokenizer"
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._prefix = chat.render([{"role": "user", "content": "u"}])
+
+    def read(self, text: str) -> ParsedTurn:
+        """As of `Format.read`."""
+        try:
+            message = parse_response(self._chat.tokenizer.response_template, self._prefix, text)
+            calls = [call_of(_with_raw_texts(entry)) for entry in message.get("tool_calls") or ()]
+        except (TemplateFailed, CannotRead) as error:
+            reason = f"Error: a tool call cannot be read: {str(error)[:200]}. Write calls like this: {self.example}"
+            return ParsedTurn("", (), (reason,), (text,))
+        thought = "".join(f"<think>\n{message[key]}\n</think>\n\n" for key in THOUGHTS if message.get(key))
+        numbered = tuple(call.numbered(number) for number, call in enumerate(calls))
+        return ParsedTurn(f"{thought}{message.get('content') or ''}".strip(), numbered, ())
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """The calls as the chat template writes them.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        return _text_of_turn(self._chat, calls)
+
+    @property
+    def example(self) -> str:
+        """A call, for messages."""
+        return self.write([ToolCall("NAME", {"ARGUMENT": "VALUE"})])
+
+
+class UnknownFormat:
+    """Calls of a chat template which nothing here reads: every use raises ConfigError."""
+
+    name = "unknown"
+
+    def __init__(self, text: str) -> None:
+        self._error = ConfigError(
+            "the model's chat template writes calls of tools in a format that covey cannot read, "
+            f"{text[:200]!r}: use another model, or a template with a format of docs/conversations.md"
+        )
+
+    def read(self, text: str) -> ParsedTurn:
+        raise self._error
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        raise self._error
+
+
+CallFormat = Format | DeclaredFormat | UnknownFormat
+PROBES = (  # of which a template may write only the first call
+    (ToolCall("coveytool", {"coveytext": "coveyvalue", "coveynumber": 7}),),
+    (ToolCall("coveytool", {"coveytext": "coveyvalue"}), ToolCall("coveytwo", {"coveynumber": 7})),
+)
+
+
+def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
+    """The format that reads the calls which the model's chat template writes.
+
+    If the tokenizer declares it, that is the format. If the template writes no calls, it is the one whose marks the
+    template has, else `fenced`.
+    """
     try:
         template = chat.tokenizer.get_chat_template(tools=[tool.schema for tool in tools] or None)
     except ValueError:  # no template, or none with the name 'default'
-        return "fenced"
-    return find_format(template if isinstance(template, str) else None)
+        return FORMATS["fenced"]
+    return _format_of(chat, template) if isinstance(template, str) else FORMATS["fenced"]
+
+
+@lru_cache(maxsize=8)
+def _format_of(chat: Chat, template: str) -> CallFormat:
+    if not chat.writes_calls(template):
+        known = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
+        found = max(known, key=lambda each: len(each.marks))
+        return found if found.marks else FORMATS["fenced"]
+    texts = []
+    for ids in ((None, None), ("functions.coveytool:0", "functions.coveytwo:1")):
+        written = []
+        for probe in PROBES:
+            calls = [replace(call, id=id) for call, id in zip(probe, ids, strict=False)]
+            try:
+                text = _text_of_turn(chat, calls)
+            except ConfigError:  # such as of a template that knows one call in a turn only
+                continue
+            written.append(([call for call in calls if call.name in text], text))
+        candidates: list[CallFormat] = [*FORMATS.values()]
+        if getattr(chat.tokenizer, "response_template", None):
+            candidates.insert(0, DeclaredFormat(chat))
+        for strict in (True, False):
+            for format in candidates if written else ():
+                if all(_reads(format, calls, text, strict=strict) for calls, text in written):
+                    return format
+        texts += [text for _, text in written]
+    return UnknownFormat(texts[0] if texts else "")
+
+
+def _reads(format: CallFormat, calls: Sequence[ToolCall], text: str, *, strict: bool) -> bool:
+    """True if a format reads these calls from a text; strictly, if it reads nothing else."""
+    read = format.read(text)
+    same = len(calls) == len(read.calls) > 0 and all(map(_is_same, calls, read.calls))
+    return same and not read.errors and not (strict and words(read.content))
+
+
+def _text_of_turn(chat: Chat, calls: Sequence[ToolCall]) -> str:
+    """The text of a turn with calls as the chat template writes it, without its end token.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    return _encoder(chat).own_text(
+        {"role": "assistant", "content": "", "tool_calls": [each.message() for each in calls]}
+    )
+
+
+def _with_raw_texts(entry: Any) -> Any:
+    """A call that transformers has read; its texts may be numbers, because some formats have no types."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("function"), dict):
+        return entry
+    function = entry["function"]
+    given = function.get("arguments")
+    if not isinstance(given, dict):
+        return entry
+    arguments = {key: RawText(value) if isinstance(value, str) else value for key, value in given.items()}
+    return {**entry, "function": {**function, "arguments": arguments}}
 
 
 def with_tools(
-    chat: Chat, messages: Sequence[Message], tools: Sequence[Tool], format: str
+    chat: Chat, messages: Sequence[Message], tools: Sequence[Tool], format: CallFormat
 ) -> tuple[list[Message], list[dict[str, Any]]]:
     """The messages, as of `as_in_rollouts`, and the schemas with which to render a prompt whose model may call these
     tools.
@@ -118,7 +249,11 @@ def with_tools(
     """
     schemas = [tool.schema for tool in tools]
     messages = as_in_rollouts(chat, messages, format)
-    if not tools or (format != "fenced" and _shows(chat, messages, tools)):
+    if not tools:
+        return messages, schemas
+    if isinstance(format, UnknownFormat):
+        format.read("")  # raises
+    if format.name != "fenced" and _shows(chat, messages, tools):
         return messages, schemas
     text = description(tools, format)
     first = messages[0] if messages else {"role": "user", "content": ""}
@@ -134,55 +269,56 @@ def with_tools(
     return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]], []
 
 
-def as_in_rollouts(chat: Chat, messages: Sequence[Message], format: str) -> list[Message]:
+def as_in_rollouts(chat: Chat, messages: Sequence[Message], format: CallFormat) -> list[Message]:
     """The messages with the tool calls and the replies of tools as a rollout has them in a format.
 
-    A call is written by the chat template, or in the content if the template does not write what `read_calls` reads as
+    A call is written by the chat template, or in the content if the template does not write what the format reads as
     this call and this content.
 
     Raises:
         ConfigError: for a call that cannot be written so.
     """
     found: list[Message] = []
-    waiting: list[ToolCall] = []  # calls without a reply
+    waiting: list[tuple[Any, ToolCall]] = []  # calls without a reply, each with the identifier that was given
     for message in messages:
         if message["role"] == "assistant" and message.get("tool_calls"):
-            waiting, turn = _written_turn(chat, message, format)
+            calls, turn = _written_turn(chat, message, format)
+            waiting = list(zip([call.id for call in given_calls(message)], calls, strict=True))
             found.append(turn)
         elif message["role"] == "tool":
-            unknown = ToolCall(str(message.get("name") or "tool"), {})
-            answered = [call for call in waiting if call.id and call.id == message.get("tool_call_id")] or waiting
-            call = answered[0] if answered else unknown
-            waiting = [other for other in waiting if other is not call]
-            found.append(reply_message(chat, call, message["content"]))
+            unknown = (None, ToolCall(str(message.get("name") or "tool"), {}))
+            answered = [each for each in waiting if each[0] and each[0] == message.get("tool_call_id")] or waiting
+            one = answered[0] if answered else unknown
+            waiting = [other for other in waiting if other is not one]
+            found.append(reply_message(chat, one[1], message["content"]))
         else:
             found.append(message)
     return found
 
 
-def _written_turn(chat: Chat, message: Message, format: str) -> tuple[list[ToolCall], Message]:
+def _written_turn(chat: Chat, message: Message, format: CallFormat) -> tuple[list[ToolCall], Message]:
     """The calls of a turn, and the message whose text is read as these calls and the content."""
     try:
-        calls = given_calls(message)
+        calls = [call.numbered(number) for number, call in enumerate(given_calls(message))]
     except ValueError as error:
         raise ConfigError(f"an entry of 'tool_calls' is not a call of a tool: {error}") from None
     content = message.get("content") or ""
     by_template = {**message, "content": content, "tool_calls": [call.message() for call in calls]}
-    by_covey = {"role": "assistant", "content": "\n".join(filter(None, [content, write_calls(calls, format)]))}
-    for candidate in [by_covey] if format == "fenced" else [by_template, by_covey]:
+    by_covey = {"role": "assistant", "content": "\n".join(filter(None, [content, format.write(calls)]))}
+    for candidate in [by_covey] if format.name == "fenced" else [by_template, by_covey]:
         try:
             tokens = _encoder(chat).turn(candidate)
         except ConfigError:  # such as of a template that knows one call in a turn only
             continue
-        read = read_calls(str(chat.tokenizer.decode(list(tokens[:-1]))), format)
+        read = format.read(str(chat.tokenizer.decode(list(tokens[:-1]))))
         same = len(calls) == len(read.calls) and all(map(_is_same, calls, read.calls))
         if same and not read.errors and words(read.content) == words(_thought(message) + content):
-            return calls, candidate
+            return list(read.calls), candidate
     names = ", ".join(call.name for call in calls)
     beside = " with the text beside it" if content.strip() else ""
     raise ConfigError(
-        f"the call of {names}{beside} cannot be written in the model's format ({format}) so that it is read as the "
-        "same call: change its arguments, leave out the text, or leave out the row"
+        f"the call of {names}{beside} cannot be written in the model's format ({format.name}) so that it is read as "
+        "the same call: change its arguments, leave out the text, or leave out the row"
     )
 
 
@@ -217,11 +353,32 @@ def reply_message(chat: Chat, call: ToolCall, content: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _has_tool_role(chat: Chat) -> bool:
-    turn = {"role": "assistant", "content": "a"}
     try:
-        return MARKER in chat.render([{"role": "user", "content": "u"}, turn, ToolCall("t", {}).reply(MARKER)])
+        return MARKER in _encoder(chat).text_after_turn([ToolCall("t", {}).reply(MARKER)])
     except ConfigError:
         return False
+
+
+def _alternating(chat: Chat, replies: Sequence[Any]) -> list[Any]:
+    """The replies to a turn; messages of the user are joined if the template refuses two in a row, as Gemma's."""
+    if _takes_two_of_the_user(chat):
+        return list(replies)
+    found: list[Any] = []
+    for reply in replies:
+        if found and reply["role"] == found[-1]["role"] == "user":
+            found[-1] = {**reply, "content": f"{found[-1]['content']}\n\n{reply['content']}"}
+        else:
+            found.append(reply)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _takes_two_of_the_user(chat: Chat) -> bool:
+    try:
+        chat.render([{"role": "user", "content": "u"}] * 2)
+    except ConfigError:
+        return False
+    return True
 
 
 def _shows(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
@@ -231,7 +388,7 @@ def _shows(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> bo
     return all(text.count(tool.name) > without.count(tool.name) for tool in tools)
 
 
-def description(tools: Sequence[Tool], format: str) -> str:
+def description(tools: Sequence[Tool], format: CallFormat) -> str:
     """The tools and how to call one, as a text for a model. Short, because a small model reads it in every prompt."""
     lines = ["You can call these tools:"]
     for tool in tools:
@@ -239,7 +396,7 @@ def description(tools: Sequence[Tool], format: str) -> str:
         about = " ".join(str(tool.schema["function"].get("description", "")).split())
         lines.append(f"- {tool.name}({arguments}): {about}")
         lines += [f"    {name}: {schema.get('description', '')}" for name, schema in tool.properties.items()]
-    example = write_calls([ToolCall(tools[0].name, dict.fromkeys(tools[0].properties, "..."))], format)
+    example = format.write([ToolCall(tools[0].name, dict.fromkeys(tools[0].properties, "..."))])
     return "\n".join([*lines, "To call one, write:", example, "The result is the next message."])
 
 
@@ -269,7 +426,8 @@ class GivenTurns:
     """
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Tool] = ()) -> None:
-        self.encoder, self.style = encoder, Style(encoder.chat, "tools", tools)
+        self.style = Style(encoder.chat, "tools", tools)
+        self.encoder = encoder if self.style.chat is encoder.chat else _encoder(self.style.chat)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the messages before the first turn."""
@@ -290,16 +448,19 @@ class GivenTurns:
         decided: list[bool] = []
         for begin, end in zip(turns, [*turns[1:], None], strict=True):
             turn = self._turn(messages[begin], written[begin])
-            actions += turn
-            decided += [True] * len(turn)
-            if end is None:
-                break
+            between: tuple[int, ...] = ()
             if end == begin + 1:
                 raise ConfigError("a conversation has two messages of the role 'assistant' in a row: join them")
-            try:
-                between = self.encoder.after_turn(written[begin + 1 : end], ended=True)
-            except ReplyNotEncodable as error:
-                raise ConfigError(f"a conversation cannot be encoded: the model's chat template {error}") from None
+            if end is not None:
+                try:
+                    replies = _alternating(self.style.chat, written[begin + 1 : end])
+                    between = self.encoder.after_turn(replies, ended=True)
+                except ReplyNotEncodable as error:
+                    raise ConfigError(f"a conversation cannot be encoded: the model's chat template {error}") from None
+            if between and between[0] in self.style.chat.end_ids:  # the first token of a reply ends the turn
+                turn, between = (*turn[:-1], between[0]), between[1:]
+            actions += turn
+            decided += [True] * len(turn)
             actions += between
             decided += [False] * len(between)
         return tuple(actions), tuple(decided)

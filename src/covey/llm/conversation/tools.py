@@ -43,7 +43,7 @@ from typing import Any, Literal, NotRequired, Required, Union, get_args, get_ori
 
 from covey.config import ConfigError
 from covey.llm.conversation.environment import NO_TOOLS
-from covey.llm.conversation.tool_calls import RawText, ToolCall
+from covey.llm.conversation.tool_calls import CannotRead, RawText, ToolCall, python_value
 
 ERROR = "Error: "  # begins every message about a mistake of the model
 
@@ -206,7 +206,6 @@ def shown_name(name: str) -> str:
     return repr(name if len(name) <= 60 else name[:57] + "...")
 
 
-_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # as templates write them
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "string": ("a string", (str,)),
     "integer": ("an integer", (int,)),
@@ -382,8 +381,11 @@ def read_as(text: RawText, schema: dict[str, Any]) -> Any:
     """A text of a format without types as the type of its schema, if it can be read so; otherwise the text."""
     if not mismatch(str(text), schema):
         return str(text)
-    plain = text.strip()
     try:
-        return _PYTHON_CONSTANTS[plain] if plain in _PYTHON_CONSTANTS else json.loads(plain)
+        return json.loads(text.strip())
     except (ValueError, RecursionError):
+        pass
+    try:
+        return python_value(text)  # as some templates write an object, or None
+    except CannotRead:
         return str(text)

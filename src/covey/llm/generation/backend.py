@@ -31,8 +31,8 @@ The layers depend on the dtype and on the instructions of the processor (`Kernel
 | log-probabilities, entropy | `logprobs`: C++ or Triton           | with kernels, else torch     | torch         |
 
 Tokens are drawn by the kernels from logits in bf16 or fp32, for every model, else by torch (`token_sampling`). A CPU
-has kernels if a C++ compiler is found, a GPU if Triton is installed and its kernels have torch's numbers (`check`).
-Neither has them if `COVEY_NATIVE` is 0.
+has kernels if a wheel brought them or a C++ compiler is found, a GPU if Triton is installed and its kernels have
+torch's numbers (`check`). Neither has them if `COVEY_NATIVE` is 0.
 
 The choice does not depend on an architecture's name: every row is tested on random tokens, in fp32, and must give the
 logits of one plain forward pass over each sequence (`plain_forward.py`). The prompts of the test are longer than every

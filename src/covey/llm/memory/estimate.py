@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from covey.algorithms import default_kl
 from covey.config import CRITIC_FREE, RunConfig
 from covey.config.model_sources import resolved
+from covey.core import kl
 from covey.llm import critic
 from covey.llm.generation import (
     batch,
@@ -26,7 +27,7 @@ from covey.llm.generation import (
     token_sampling,
 )
 from covey.llm.generation.gpu_memory import DecoderMemory
-from covey.llm.memory.dimensions import Dimensions, LinearShape
+from covey.llm.memory.dimensions import Dimensions, LinearShape, find_model_config, read_dimensions
 from covey.llm.model import fused_layers, logprobs, nf4, prefix_attention, recompute
 from covey.llm.model.lora import choose_targets
 from covey.llm.model.prefix_attention import Row, split_rows
@@ -101,12 +102,10 @@ def predict(
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
-    fused = size.has_kernels and has_kernels
-    activations = activation_bytes(
-        size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=config.update.recompute
-    )
+    fused, recomputed = size.has_kernels and has_kernels, config.update.recompute
+    activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=recomputed)
     tokens = prompts * prompt_tokens + rows * fed
-    activations += activation_change(size, config, tokens, width, fused=fused, recomputed=config.update.recompute)
+    activations += activation_change(size, config, tokens, width, fused=fused, recomputed=recomputed)
     if critic_weights and config.critic.trunk == "policy":
         activations += critic.head_input_bytes(decisions, size.hidden, width)
     copies = GradientTree.copies(shards_of_rank(config, ranks)) * max(policy_state.gradients, critic_state.gradients)
@@ -118,6 +117,7 @@ def predict(
             "fp32 master weights": policy_state.masters,
             "optimizer moments": policy_state.moments,
             "reference": reference_parameters(size, config) * width,
+            "teacher": teacher_parameters(config) * width,
             "critic's weights": critic_weights * width,
             "critic's master weights": critic_state.masters,
             "critic's moments": critic_state.moments,
@@ -245,15 +245,18 @@ def critic_weights_of(size: Dimensions, config: RunConfig) -> int:
 def _logit_bytes(
     size: Dimensions, config: RunConfig, gpu_bytes: int | None, width: int, decisions: int, *, native: bool
 ) -> int:
-    """Bytes of `token_logprobs` and `exact_kl`; the gradients of the KL wait for those of the log-probabilities."""
+    """Bytes of `token_logprobs` and `exact_divergence`; one has its gradients while the next computes."""
     shape = decisions, size.hidden, size.vocabulary, width
     has_entropy_bonus, trains_head = bool(config.loss.entropy_coefficient), not config.lora.is_used
     needed = logprobs.buffer_bytes(
         *shape, native=native, has_entropy_bonus=has_entropy_bonus, trains_head=trains_head, gpu_bytes=gpu_bytes
     )
-    if config.loss.kl_estimator == "exact":
-        returned = logprobs.exact_kl_returned_bytes(*shape, trains_head=trains_head)
-        needed = max(needed + returned, logprobs.exact_kl_bytes(*shape, trains_head=trains_head, gpu_bytes=gpu_bytes))
+    betas = [kl.REVERSE] * (config.loss.kl_estimator == "exact")
+    betas += [config.teacher.mixture] * bool(config.teacher.model)
+    returned = logprobs.divergence_returned_bytes(*shape, trains_head=trains_head)
+    for beta in betas:
+        own = logprobs.divergence_bytes(*shape, trains_head=trains_head, gpu_bytes=gpu_bytes, beta=beta)
+        needed = max(needed + returned, own)
     return needed
 
 
@@ -379,14 +382,16 @@ def trained_parameters(size: Dimensions, config: RunConfig) -> int:
 
 
 def has_reference(config: RunConfig) -> bool:
-    """Whether the run has a KL, with the algorithm's own coefficient if none is given."""
+    """Whether the run has a KL, with the algorithm's own coefficient if none is given, or the reference as teacher."""
     coefficient = config.kl_coefficient
-    return bool(default_kl(config.algorithm).coefficient(1) if coefficient is None else coefficient)
+    return config.teacher.model == "reference" or bool(
+        default_kl(config.algorithm).coefficient(1) if coefficient is None else coefficient
+    )
 
 
 def reference_parameters(size: Dimensions, config: RunConfig) -> int:
-    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter; 0 if the
-    KL coefficient is 0.
+    """The numbers that the reference has besides those of the policy: a copy of the model, or of the adapter; 0 without
+    a reference.
     """
     if not has_reference(config):
         return 0
@@ -395,9 +400,17 @@ def reference_parameters(size: Dimensions, config: RunConfig) -> int:
     return adapter_parameters(size, config) if config.copies_reference_adapter else 0
 
 
+def teacher_parameters(config: RunConfig) -> int:
+    """The numbers of a teacher that is another model; one that has not been downloaded counts as 0."""
+    name = config.teacher.model
+    found = find_model_config(name) if config.teacher.is_own_model else None
+    return 0 if found is None else read_dimensions(found, name).parameters
+
+
 def frozen_parameters(size: Dimensions, config: RunConfig) -> int:
-    """The numbers that are not trained: of the reference, and with LoRA of the model."""
-    return reference_parameters(size, config) + (size.parameters if config.lora.is_used else 0)
+    """The numbers that are not trained: of reference and teacher, and with LoRA of the model."""
+    own = size.parameters if config.lora.is_used else 0
+    return reference_parameters(size, config) + teacher_parameters(config) + own
 
 
 def activation_change(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -52,7 +54,7 @@ class Chat:
         self.embedded = embedded
         self.config = config
         self._template_options = config.assigned_options
-        self._call_writers: dict[str, bool] = {}
+        self._call_forms: dict[str, str] = {}
 
     @property
     def end_id(self) -> int:
@@ -63,6 +65,16 @@ class Chat:
     def with_config(self, config: ChatConfig) -> Chat:
         """The same model's chat with a system prompt, examples and switches of the template."""
         return Chat(self.tokenizer, self.end_ids, self.embedded, config)
+
+    @cached_property
+    def for_tools(self) -> Chat:
+        """The chat of conversations with tools, of which all is written by the template `tool_use`, if there is one."""
+        templates = self.tokenizer.chat_template
+        if not isinstance(templates, dict) or "tool_use" not in templates:
+            return self
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = templates["tool_use"]
+        return Chat(tokenizer, self.end_ids, self.embedded, self.config)
 
     def encode(self, prompt: str | Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
@@ -168,11 +180,14 @@ class Chat:
                 f"the model has several chat templates and none is called 'default' ({error}): name one of them so"
             ) from error
         known = [_for_template(message) for message in messages]
-        if any("tool_calls" in message for message in known) and not self._writes_calls(template):
-            raise ConfigError(
-                "the model's chat template leaves out the tool calls of a message, so the model would not read them: "
-                "write them into the 'content' of the message, or use another model"
-            )
+        if any("tool_calls" in message for message in known):
+            form = self._call_form(template)
+            if not form:
+                raise ConfigError(
+                    "the model's chat template leaves out the tool calls of a message, so the model would not read "
+                    "them: write them into the 'content' of the message, or use another model"
+                )
+            known = _with_text_arguments(known) if form == "text" else known
         try:
             return render(template, known, self._variables, answer_begins=answer_begins, tools=tools)
         except TemplateFailed as error:
@@ -181,17 +196,28 @@ class Chat:
                 "template, or use prompts that are plain strings"
             ) from error
 
-    def _writes_calls(self, template: str) -> bool:
+    def writes_calls(self, template: str) -> bool:
         """True if a chat template writes the `tool_calls` of messages."""
-        if template not in self._call_writers:
-            call = {"role": "assistant", "content": "", "tool_calls": [ToolCall(MARKER, {}).message()]}
+        return bool(self._call_form(template))
+
+    def _call_form(self, template: str) -> str:
+        """How a chat template takes the arguments of `tool_calls`: as an "object", or as its JSON "text", which some
+        templates join with their own text; "" if it leaves calls out.
+        """
+        if template not in self._call_forms:
+            call = {"role": "assistant", "content": "", "tool_calls": [ToolCall(MARKER, {MARKER: MARKER}).message()]}
             messages: list[Message] = [{"role": "user", "content": "u"}, call]
-            try:
-                text = render(template, messages, self._variables, answer_begins=False)
-            except TemplateFailed:
-                text = ""
-            self._call_writers[template] = MARKER in text
-        return self._call_writers[template]
+            forms: dict[str, Sequence[Message]] = {"object": messages, "text": _with_text_arguments(messages)}
+            found = {}
+            for form, given in forms.items():
+                try:
+                    text = render(template, given, self._variables, answer_begins=False)
+                except TemplateFailed:
+                    continue
+                if MARKER in text:
+                    found[form] = text.count(f"'{MARKER}'")  # as Python writes an object
+            self._call_forms[template] = min(found, key=found.__getitem__, default="")
+        return self._call_forms[template]
 
     @property
     def _variables(self) -> dict[str, Any]:
@@ -217,6 +243,19 @@ def _for_template(message: Message) -> dict[str, Any]:
     known.pop("tool_calls", None)
     written = [call.message() | ({} if call.id is None else {"id": call.id}) for call in calls]
     return known | ({"tool_calls": written} if written else {})
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    found = [dict(message) for message in messages]
+    for message in found:
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+            message["tool_calls"] = [
+                {**call, "function": {**function, "arguments": text}}
+                for call, function, text in zip(calls, functions, texts, strict=True)
+            ]
+    return found
 
 
 def _roles(messages: Sequence[Message]) -> str:

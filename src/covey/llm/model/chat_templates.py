@@ -73,12 +73,26 @@ def render(
     }
     if not isinstance(template, str):
         raise TemplateFailed("is not text")
-    if is_finite(template):
-        return _text(request)
+    return _text(request) if is_finite(template) else str(_in_worker(request)["text"])
+
+
+def parse_response(template: Any, prompt: str, text: str) -> Mapping[str, Any]:
+    """The message that transformers' response parsing reads from the text of a turn.
+
+    Args:
+        template: the `response_template` of a tokenizer, whose regular expressions came with a model.
+        prompt: the text before the turn.
+
+    Raises:
+        TemplateFailed: if the template is not one, or does not read the text.
+    """
+    message: Mapping[str, Any] = _in_worker({"response_template": template, "prompt": prompt, "text": text})["message"]
+    return message
+
+
+def _in_worker(request: Mapping[str, Any]) -> Message:
     try:
-        request = json.loads(json.dumps(request, default=str))
-        text: str = _worker(os.getpid()).call(request, WALL_SECONDS)["text"]
-        return text
+        return _worker(os.getpid()).call(json.loads(json.dumps(request, default=str)), WALL_SECONDS)
     except InvalidResult as error:
         raise TemplateFailed(str(error)) from None
     except CallError:
@@ -117,6 +131,18 @@ def _text(request: Mapping[str, Any]) -> str:
             return text
         reason = f"makes {len(text):,} characters of a prompt"
     raise TemplateFailed(" ".join(reason.split())[:400])
+
+
+def _message(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message for a request of `parse_response`. Raises TemplateFailed."""
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        message = parse_response(request["text"], request["response_template"], prefix=request["prompt"])
+        json.dumps(message)
+    except Exception as error:  # its regular expressions and transforms are the model's
+        raise TemplateFailed(" ".join(str(error).split())[:400]) from None
+    return message
 
 
 @lru_cache(maxsize=64)
@@ -188,7 +214,7 @@ def _answer(request: Message) -> Message:
     # other load of the machine.
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
-        return {"text": _text(request)}
+        return {"message": _message(request)} if "response_template" in request else {"text": _text(request)}
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 

@@ -1,5 +1,5 @@
 """Log-probabilities of tokens from hidden states, chunk by chunk, without the matrix [tokens, vocabulary] in memory;
-the exact KL divergence between two output layers in the same way; the tokens that a minimum length excludes.
+exact divergences between two output layers in the same way; the tokens that a minimum length excludes.
 
 Shapes: B rollouts, T actions, N decisions, W hidden width, V vocabulary, K tokens of a chunk of the vocabulary, E end
 tokens.
@@ -7,14 +7,16 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from covey.core.kl import FORWARD, REVERSE
 from covey.data import Batch
 from covey.llm.model.lora import with_present_adapter
 from covey.llm.model.prefix_attention import PackedLayout, forward
@@ -329,43 +331,53 @@ def buffer_bytes(
     return chunk_bytes(decisions, vocabulary, itemsize, gpu_bytes) + max(probabilities, for_entropy + gradients)
 
 
-def exact_kl(
+def exact_divergence(
     hidden_NW: Tensor,
     head: Any,
-    reference_hidden_NW: Tensor,
-    reference_head: Any,
+    other_hidden_NW: Tensor,
+    other_head: Any,
     temperature: float,
     kernels: KernelSet,
     excluded: Excluded | None = None,
+    beta: float = REVERSE,
 ) -> Tensor:
-    """Exact KL(pi || reference) at each decision: sum_v pi(v) (log pi(v) - log reference(v)), in nats.
+    """Exact divergence between pi and another policy at each decision, in nats (`covey.core.kl.jensen_shannon`).
 
     Both are softmaxes of logits divided by the temperature, in fp32 from the logits on. Logits are computed in chunks,
-    and recomputed in the backward pass. With z the policy's logits divided by the temperature,
-    dKL / dz_v = pi(v) (log pi(v) - log reference(v) - KL).
+    and recomputed in the backward pass. With z the policy's logits divided by the temperature, q the other policy and
+    m the mixture, the gradients are
+
+        reverse KL(pi || q):  dD / dz_v = pi(v) (log pi(v) - log q(v) - D)
+        forward KL(q || pi):  dD / dz_v = pi(v) - q(v)
+        between them:         dD / dz_v = (1 - beta) pi(v) (log pi(v) - log m(v) - KL(pi || m))
 
     Args:
         hidden_NW: the policy's last hidden states at the positions that predict the decisions.
         head: the policy's output layer: a `torch.nn.Linear`, or a module with `weight` and `bias`.
-        reference_hidden_NW: the reference's at the same positions; its width may differ.
-        reference_head: the reference's output layer. No gradient flows into the reference.
+        other_hidden_NW: the other policy's at the same positions; its width may differ.
+        other_head: the other policy's output layer. No gradient flows into it. If one layer has more tokens than the
+            other, as padded ones have, both are softmaxes over the tokens of the smaller one.
         temperature: sampling temperature.
         kernels: compute the gradient of the output layer if they support the dtype and device of the hidden states.
         excluded: tokens with probability 0 under both policies.
+        beta: weight of the other policy in the mixture; 0 is the forward KL, 1 the reverse.
 
     Returns:
-        kl_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
+        divergence_N in fp32 (in fp64 for fp64 inputs), with a gradient to `hidden_NW` and `head`.
     """
-    reference_bias = None if reference_head.bias is None else reference_head.bias.detach()
-    return _ExactKL.apply(
-        hidden_NW, head.weight, head.bias,
-        reference_hidden_NW.detach(), reference_head.weight.detach(), reference_bias, temperature,
-        kernels.of(hidden_NW), excluded,
-    )  # fmt: skip
+    common = min(len(head.weight), len(other_head.weight))
+    own, others = (
+        [part if part is None or len(part) == common else part[:common] for part in (layer.weight, layer.bias)]
+        for layer in (head, other_head)
+    )
+    others = [None if part is None else part.detach() for part in others]
+    return _ExactDivergence.apply(
+        hidden_NW, *own, other_hidden_NW.detach(), *others, temperature, kernels.of(hidden_NW), excluded, beta
+    )
 
 
-class _ExactKL(torch.autograd.Function):
-    """`exact_kl` with a chunked backward pass."""
+class _ExactDivergence(torch.autograd.Function):
+    """`exact_divergence` with a chunked backward pass."""
 
     @staticmethod
     def forward(
@@ -373,44 +385,79 @@ class _ExactKL(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        reference_hidden: Tensor,
-        reference_weight: Tensor,
-        reference_bias: Tensor | None,
+        other_hidden: Tensor,
+        other_weight: Tensor,
+        other_bias: Tensor | None,
         temperature: float,
         kernels: Kernels | None,
         excluded: Excluded | None,
+        beta: float,
     ) -> Tensor:
         logits = Logits(hidden, weight, bias, temperature, excluded)
-        others = Logits(reference_hidden, reference_weight, reference_bias, temperature, excluded)
-        kl = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
-        log_total, other_log_total = torch.empty_like(kl), torch.empty_like(kl)
+        others = Logits(other_hidden, other_weight, other_bias, temperature, excluded)
+        divergence = torch.empty(len(hidden), dtype=logits.exact, device=hidden.device)
+        log_total, other_log_total, centre = (torch.empty_like(divergence) for _ in range(3))
         for part in logits.by_decision():
             z, other = logits.divided(part, EVERY), others.divided(part, EVERY)
             log_total[part], other_log_total[part] = z.logsumexp(dim=1), other.logsumexp(dim=1)
-            gap = other.neg_().add_(z).add_((other_log_total - log_total)[part, None])
-            kl[part] = torch.linalg.vecdot(z.sub_(log_total[part, None]).exp_(), gap)
+            divergence[part], centre[part] = _divergence(z, other, log_total[part], other_log_total[part], beta)
         ctx.save_for_backward(
-            hidden, weight, bias, reference_hidden, reference_weight, reference_bias, log_total, other_log_total, kl
+            hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, centre
         )
-        ctx.temperature, ctx.kernels, ctx.excluded = temperature, kernels, excluded
-        return kl
+        ctx.temperature, ctx.kernels, ctx.excluded, ctx.beta = temperature, kernels, excluded, beta
+        return divergence
 
     @staticmethod
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, kl = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, other_hidden, other_weight, other_bias, log_total, other_log_total, centre = (
+            ctx.saved_tensors
+        )
         logits = Logits(hidden, weight, bias, ctx.temperature, ctx.excluded)
         others = Logits(other_hidden, other_weight, other_bias, ctx.temperature, ctx.excluded)
         gradients = LogitGradients(logits, ctx.kernels, trains_head=ctx.needs_input_grad[1])
         for part in logits.by_token():
             z, other = logits.divided(EVERY, part), others.divided(EVERY, part)
-            slope = other.neg_().add_(z).add_((other_log_total - log_total - kl)[:, None])
-            slope *= z.sub_(log_total[:, None]).exp_()
-            slope.mul_(grad_kl[:, None] / ctx.temperature)
-            gradients.add(part, logits.rounded(slope))
-        return *gradients.all(), None, None, None, None, None, None
+            slope = _slope(z, other, log_total, other_log_total, centre, ctx.beta)
+            gradients.add(part, logits.rounded(slope.mul_(grad[:, None] / ctx.temperature)))
+        return *gradients.all(), None, None, None, None, None, None, None
 
 
-def exact_kl_bytes(
+def _divergence(
+    z: Tensor, other: Tensor, log_total: Tensor, other_log_total: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Divergence of some decisions, and the mean under pi that `_slope` subtracts. Overwrites both logits."""
+    if beta == REVERSE:
+        gap = other.neg_().add_(z).add_((other_log_total - log_total)[:, None])
+        kl = torch.linalg.vecdot(z.sub_(log_total[:, None]).exp_(), gap)
+        return kl, kl
+    own, theirs = z.sub_(log_total[:, None]), other.sub_(other_log_total[:, None])
+    if beta == FORWARD:
+        gap = own.neg_().add_(theirs)
+        return torch.linalg.vecdot(theirs.exp_(), gap), torch.zeros_like(log_total)
+    mixture = _log_mixture(own, theirs, beta)
+    to_mixture, from_teacher = (torch.linalg.vecdot(one.exp(), one - mixture) for one in (own, theirs))
+    return beta * from_teacher + (1 - beta) * to_mixture, to_mixture
+
+
+def _slope(z: Tensor, other: Tensor, log_total: Tensor, other_log_total: Tensor, centre: Tensor, beta: float) -> Tensor:
+    """Gradient of the divergence with respect to z for some tokens, in the memory of `other`. Overwrites z too."""
+    if beta == REVERSE:
+        slope = other.neg_().add_(z).add_((other_log_total - log_total - centre)[:, None])
+        slope *= z.sub_(log_total[:, None]).exp_()
+        return slope
+    own, theirs = z.sub_(log_total[:, None]), other.sub_(other_log_total[:, None])
+    if beta == FORWARD:
+        return theirs.exp_().neg_().add_(own.exp_())
+    slope = torch.sub(own, _log_mixture(own, theirs, beta), out=theirs).sub_(centre[:, None])
+    return slope.mul_(own.exp_()).mul_(1 - beta)
+
+
+def _log_mixture(own: Tensor, theirs: Tensor, beta: float) -> Tensor:
+    """log(beta q + (1 - beta) pi) of logarithms of probabilities."""
+    return torch.logaddexp(own + math.log1p(-beta), theirs + math.log(beta))
+
+
+def divergence_bytes(
     decisions: int,
     hidden: int,
     vocabulary: int,
@@ -418,26 +465,31 @@ def exact_kl_bytes(
     *,
     trains_head: bool = True,
     gpu_bytes: int | None = None,
+    beta: float = REVERSE,
 ) -> int:
-    """Bytes that the backward pass of `exact_kl` holds if the reference has the policy's dimensions.
+    """Bytes that the backward pass of `exact_divergence` holds if the other policy has the policy's dimensions.
 
-    These are two chunks of logits, the gradients of the policy, and the reference's hidden states.
+    These are two chunks of logits, three more in fp32 for a mixture, the gradients of the policy, and the other
+    policy's hidden states.
 
     Args:
         decisions, hidden, vocabulary: N, W and V.
         itemsize: bytes of a hidden state and of a weight.
         trains_head: whether the output layer is trained.
         gpu_bytes: as in `chunk_decisions`.
+        beta: of the divergence.
     """
     chunks = 2 * chunk_bytes(decisions, vocabulary, itemsize, gpu_bytes)
+    if beta not in (FORWARD, REVERSE):
+        chunks += 3 * chunk_size(decisions, vocabulary, gpu_bytes) * EXACT_BYTES
     gradients = gradient_bytes(decisions, hidden, vocabulary, itemsize, trains_head=trains_head)
     return chunks + gradients + decisions * hidden * itemsize
 
 
-def exact_kl_returned_bytes(
+def divergence_returned_bytes(
     decisions: int, hidden: int, vocabulary: int, itemsize: int, *, trains_head: bool = True
 ) -> int:
-    """Bytes of the gradients that the backward pass returns, [V, W] and [N, W]; arguments as in `exact_kl_bytes`.
+    """Bytes of the gradients that the backward pass returns, [V, W] and [N, W]; arguments as in `divergence_bytes`.
 
     They exist until autograd has added the gradients of the other losses.
     """
@@ -461,6 +513,14 @@ class ActionHiddenStates:
     def scatter_to_batch(self, value_N: Tensor) -> Tensor:
         """value_BT: the value of each decision; 0 at undecided columns."""
         return scatter_to_batch(value_N[self.index_D], self.position_D, self.batch)
+
+    def of_decisions(self) -> ActionHiddenStates:
+        """The same with an entry for each decision, in the order of the decisions."""
+        early_N = None if self.early_N is None else self.early_N[self.index_D]
+        return replace(
+            self, hidden_NW=self.hidden_NW[self.index_D], actions_N=self.actions_N[self.index_D],
+            index_D=torch.arange(len(self.index_D), device=self.index_D.device), early_N=early_N,
+        )  # fmt: skip
 
 
 def hidden_states_for_actions(

@@ -1,1 +1,2 @@
-"""C++ kernels: source in `csrc/`, compilation in `build`, Python bindings in `bindings`. Independent of models."""
+"""C++ kernels: source in `csrc/`, compilation in `build`, libraries of wheels in `variants`, Python bindings in
+`bindings`. Independent of models."""

@@ -1,4 +1,4 @@
-"""Python bindings (ctypes) of the C++ kernels in `csrc/`; `build` compiles them.
+"""Python bindings (ctypes) of the C++ kernels in `csrc/`; `build` finds or compiles them.
 
 Each kernel exists for both storage types, bf16 and fp32, and `Kernels` has those of one of them. Fields of
 the structures are in the order of the C++ structs of the same name.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from covey.config import ConfigError
 from covey.config.files import raise_fault
-from covey.llm.native.build import BuildError, find_compiler, load_library
+from covey.llm.native.build import BuildError, find_compiler, load_library, load_prebuilt, variant_of
+from covey.llm.native.variants import VARIANTS
 from covey.runtime.device import cpu_info
 
 if TYPE_CHECKING:  # Triton may not be installed
@@ -149,17 +150,22 @@ class Kernels:
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self._library = dtype, library
         self._entries = EntryPoints(library, dtype)
         self.has_avx512_bf16, self.has_amx = self._entries.has_avx512_bf16, self._entries.has_amx
 
     @property
     def instruction_set(self) -> str:
-        """Instruction set of the matrix products; the other kernels use the widest vectors of the processor."""
-        if self.has_amx or self.has_avx512_bf16:
-            return "AMX" if self.has_amx else "AVX512-BF16"
-        flags = cpu_info("flags").split()  # what -march=native compiles for
-        return next((name for flag, name in _VECTORS.items() if flag in flags), platform.machine())
+        """Instruction set of the matrix products, for which the library was compiled, and whether a wheel brought it.
+
+        The other kernels use the widest vectors of the library. A compiler may give other bits than the wheel's.
+        """
+        variant, machine = variant_of(self._library), platform.machine()
+        # -march=native compiles for what the processor has.
+        features = cpu_info("flags").split() if variant is None else VARIANTS[machine][1][variant]
+        vectors = next((name for flag, name in _VECTORS.items() if flag in features), machine)
+        name = "AMX" if self.has_amx else "AVX512-BF16" if self.has_avx512_bf16 else vectors
+        return name if variant is None else f"{name}, of the wheel"
 
     def add_rmsnorm(
         self,
@@ -405,9 +411,9 @@ def _kernels(dtype: torch.dtype) -> Kernels | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernels; None if they are disabled, or if they cannot be compiled, with a warning."""
+    """The kernels of the wheel, else compiled ones; None if they cannot be compiled, with a warning."""
     try:
-        return load_library(find_compiler())
+        return load_prebuilt() or load_library(find_compiler())
     except (BuildError, ConfigError) as error:
         _log.warning(
             "covey's kernels are not used, so sampling and updates are slower and bf16 is rounded elsewhere: %s", error

@@ -1,8 +1,8 @@
-"""Compilation of kernels.cpp, with a cache of compiled libraries in the user's cache folder.
+"""The library of kernels: from a wheel, else compiled from kernels.cpp, with a cache in the user's cache folder.
 
-A library is loaded only if no other user can have modified it. Its name contains a hash of everything that it depends
-on. Its checksum is stored beside it, so a damaged or incomplete file is detected before it is loaded, and compiled
-again.
+A compiled library is loaded only if no other user can have modified it. Its name contains a hash of everything that it
+depends on. Its checksum is stored beside it, so a damaged or incomplete file is detected before it is loaded, and
+compiled again.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ from pathlib import Path
 import torch
 
 from covey.config.files import make_folder
+from covey.llm.native import variants
+from covey.llm.native.variants import SOURCE
 from covey.runtime.device import cpu_info
 from covey.runtime.variables import cache_folder, check_private
 
-SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
-# -fno-strict-aliasing, because the kernels read and write the same memory as vectors of several types. With strict
-# aliasing GCC 12 moved reads before these writes, depending on the processor that -march=native names.
-# -ffp-contract=fast, GCC's default, because clang else fuses no product with a sum of another function.
 # Apple's clang names the processor by -mcpu alone: older ones refuse -march=native on ARM.
 PROCESSOR = "-mcpu=native" if (sys.platform, platform.machine()) == ("darwin", "arm64") else "-march=native"
-FLAGS = ("-O3", PROCESSOR, "-fno-strict-aliasing", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared")
+FLAGS = ("-O3", PROCESSOR, *variants.FLAGS, "-shared")
 OPENMP = (["-fopenmp"], ["-Xclang", "-fopenmp"])  # of gcc and clang; of Apple's clang
 OPENMP_LIBRARY = re.compile(r"lib(gomp|omp|iomp5)\b.*\.(so|dylib)\b")
 COMPILE_SECONDS = 300.0
 SCRATCH = ".compiling-"  # prefix of the folders in which compilers write
 CHECKSUM = ".sha256"  # suffix of the file that holds a library's checksum
 
-# The self-test of a new library runs in another process, because a crash of the library would end the run. Torch's
-# OpenMP is loaded first, as in the run: it may lie where the system does not look for it.
-SELF_TEST = "import ctypes, sys; *_, library = map(ctypes.CDLL, sys.argv[1:]); sys.exit(not library.self_test())"
+# The self-test of a library runs in another process, because a crash of the library would end the run. Torch's OpenMP
+# is loaded first, as in the run: it may lie where the system does not look for it, and a wheel's library does not name
+# it.
+SELF_TEST = """
+import ctypes, sys
+*needed, library = sys.argv[1:]
+needed = [ctypes.CDLL(name, ctypes.RTLD_GLOBAL) for name in needed]
+sys.exit(not ctypes.CDLL(library).self_test())
+"""
 
 _log = logging.getLogger("covey")
 
@@ -70,6 +74,31 @@ def find_compiler() -> list[str]:
     if found is None:
         raise BuildError("no C++ compiler was found")
     return [found]
+
+
+def load_prebuilt() -> ctypes.CDLL | None:
+    """The library of a wheel for this processor; None if there is none, or if it cannot be used, with a warning.
+
+    It has a C interface and gets addresses, so it depends on no version of torch. Of OpenMP it uses the library that
+    torch has loaded, whatever its name is.
+    """
+    name = variants.fitting(platform.machine(), (cpu_info("flags") or cpu_info("Features")).split())
+    library, openmp = variants.FOLDER / f"{name}.so", str(_openmp_of_torch() or "libgomp.so.1")
+    if name is None or not library.exists():
+        return None
+    try:
+        _self_test(library, openmp)
+        ctypes.CDLL(openmp, ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(library))
+    except (BuildError, OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("the kernels of the wheel, %s, are not used, but compiled ones: %s", library, error)
+        return None
+
+
+def variant_of(library: ctypes.CDLL) -> str | None:
+    """The name of its variant if a wheel brought it, else None."""
+    path = Path(library._name)
+    return path.stem if path.parent == variants.FOLDER else None
 
 
 def load_library(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
@@ -156,8 +185,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         if not draft.is_file():
             raise BuildError(f"the compiler {compiler[0]} wrote no library")
         draft.chmod(0o700)
-        files = [file for file in openmp if Path(file).is_file()]
-        _output_of([sys.executable, "-I", "-c", SELF_TEST, *files, str(draft)], timeout_seconds=60)
+        _self_test(draft, *(file for file in openmp if Path(file).is_file()))
         checksum.write_bytes(_checksum_of(draft))
         checksum.chmod(0o600)
         library.with_suffix(CHECKSUM).unlink(missing_ok=True)
@@ -165,6 +193,10 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         checksum.replace(library.with_suffix(CHECKSUM))
     if not openmp:
         _log.warning("the compiler %s has no OpenMP, so covey's kernels compute with one thread", compiler[0])
+
+
+def _self_test(library: Path, *needed: str) -> None:
+    _output_of([sys.executable, "-I", "-c", SELF_TEST, *needed, str(library)], timeout_seconds=60)
 
 
 def _openmp(compiler: Sequence[str], scratch: Path) -> list[str]:

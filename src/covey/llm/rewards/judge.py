@@ -29,6 +29,7 @@ import httpx2
 from covey.config import ConfigError, MachineError, RewardConfig
 from covey.config.files import make_folder, user_path
 from covey.config.servers import endpoint, hide, is_this_machine, judge_token
+from covey.llm.data.template import as_text, filled, places
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
 from covey.runtime.event_loop import background
@@ -44,7 +45,6 @@ LONGEST_PAUSE_SECONDS = 8.0
 GIVE_UP_AFTER = 8  # questions in a row without a reply, or as many as are asked at a time if that is more
 RETRIED_STATUSES = (408, 409, 425, 429, *range(500, 600))
 Server = tuple[httpx2.AsyncClient, list[str]]  # a connection, and the addresses of the host
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class JudgeError(Exception):
@@ -121,9 +121,9 @@ class Judge(RewardRunner):
 
     async def _rank(self, arguments: Mapping[str, Any]) -> Results:
         """Scores of the completions of one group, which have the same prompt and columns."""
-        texts = [_text(completion) for completion in arguments["completions"]]
-        shown = _shuffled(list(dict.fromkeys(texts)), _text(arguments["prompts"][0]))
-        places = [shown.index(text) for text in texts]
+        texts = [as_text(completion) for completion in arguments["completions"]]
+        shown = _shuffled(list(dict.fromkeys(texts)), as_text(arguments["prompts"][0]))
+        own = [shown.index(text) for text in texts]  # the place of each completion
         if len(shown) < 2:
             return Results([None] * len(texts), {}, {"reply": [""] * len(texts), "number": [0] * len(texts)})
         listed = "\n".join(
@@ -136,9 +136,9 @@ class Judge(RewardRunner):
             scores, error = self.reader.read_list(outcome.text, len(shown), order=self.config.judge_order)
         logs: dict[str, list[Any]] = {
             "reply": [outcome.text if isinstance(outcome, Reply) else ""] * len(texts),
-            "number": [place + 1 for place in places],
+            "number": [place + 1 for place in own],
         }
-        values = [None if error else scores[place] for place in places]
+        values = [None if error else scores[place] for place in own]
         return Results(values, {}, logs, dict.fromkeys(range(len(texts)), error) if error else {})
 
     async def _score(self, outcome: Reply | JudgeError) -> tuple[float, str]:
@@ -159,12 +159,12 @@ class Judge(RewardRunner):
     def _questions(self, arguments: Mapping[str, Any]) -> list[str]:
         """The template filled for each completion. What is filled in is not searched for places again."""
         columns = {"prompt": arguments["prompts"], "completion": arguments["completions"], **arguments}
-        for name in _PLACE.findall(self.template):
+        for name in places(self.template):
             if name not in columns:
                 there = ", ".join(f"{{{name}}}" for name in columns if name not in ("prompts", "completions"))
                 raise InvalidResult(f"has {{{name}}} in its question, but there is only {there}")
         return [
-            _PLACE.sub(lambda match, row=row: _text(columns[match[1]][row]), self.template)  # type: ignore[misc]
+            filled(self.template, {name: columns[name][row] for name in places(self.template)})
             for row in range(len(arguments["completions"]))
         ]
 
@@ -179,17 +179,6 @@ def _shuffled(texts: Sequence[str], prompt: str) -> list[str]:
     digest = hashlib.sha256(json.dumps([prompt, *texts]).encode()).digest()
     seed, step = (int.from_bytes(digest[place : place + 4]) for place in (0, 4))
     return [texts[place] for place in permutation(seed, step, 0, len(texts), stream=RANKING)]
-
-
-def _text(value: Any) -> str:
-    """A value as text: chat messages by their contents, with the roles if there are several."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
-        if len(value) == 1:
-            return str(value[0]["content"])
-        return "\n\n".join(f"{message.get('role', '')}: {message['content']}" for message in value)
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 # ---- asking ----

@@ -24,6 +24,11 @@ def environment(completions: Sequence[Any], *, turn_rewards: Sequence[Sequence[f
     return [sum(rewards) for rewards in turn_rewards]
 
 
+def zero(completions: Sequence[Any]) -> list[float]:
+    """0 for every completion: of a run that learns from a teacher alone."""
+    return [0.0] * len(completions)
+
+
 def exact(completions: Sequence[Any], *, answer_column: str = "answer", **columns: Any) -> list[float]:
     """1 if the completion is the answer, apart from white space at both ends; case and inner spaces matter.
 

@@ -71,6 +71,8 @@ SUPERVISED = {"sft": "sft.epochs", "reward_model": "epochs"}  # first part of th
 
 def constant_reward(history: History, settings: Settings) -> Seen | None:
     rewards, spread = history.of("reward/mean"), history.of("reward/std")
+    if settings.get("teacher.model"):
+        return None  # with a teacher, a run also learns without rewards
     if min(spread.count, rewards.count) < DEAD_STEPS:
         return None
     if max(spread.highest, _range(history)) > EQUAL * max(1.0, abs(rewards.highest)):
@@ -138,6 +140,7 @@ def groups_without_signal(history: History, settings: Settings) -> Seen | None:
         or without < (NO_SIGNAL if steps == RECENT else 1.0)
         or group_too_small(history, settings)
         or constant_reward(history, settings)
+        or settings.get("teacher.model")
     ):
         return None
     if is_solved(history, settings) or (_narrowed(history) and history.rises("reward/mean")):
