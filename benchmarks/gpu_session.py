@@ -652,6 +652,7 @@ def flex(stage: Stage) -> None:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    from covey.llm.model.architecture import AttentionRule
     from covey.llm.model.fused_layers import Attention
     from covey.llm.model.prefix_attention import PackedLayout
     from covey.llm.native.triton_kernels import TritonKernels
@@ -676,8 +677,9 @@ def flex(stage: Stage) -> None:
 
     no_rotation = (torch.ones(total, width, device=stage.device, dtype=stage.dtype), torch.zeros_like(q[:, :width]))
     native, scale = TritonKernels(stage.dtype), width**-0.5
+    rule = AttentionRule(scale)
     ways: dict[str, Callable[[], Any]] = {
-        "covey's kernels": lambda: Attention.apply(q, k, v, no_rotation, layout.sequences, scale, native),
+        "covey's kernels": lambda: Attention.apply(q, k, v, no_rotation, layout.sequences, rule, native),
         "covey with torch": lambda: layout.attend(0, by_head(q), by_head(k), by_head(v), scale).flatten(1),
     }
     with stage.part("mask of FlexAttention"):

@@ -10,7 +10,7 @@ from covey.experiment.plan import Place
 from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
 from covey.llm.memory.estimate import adapter_parameters, microbatches_of_shard
 from covey_cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
-from covey_cluster.rank_report import REPLICATED, SHARDED, RankPlanner
+from covey_cluster.rank_report import REPLICATED, SHARDED, RankPlanner, plan_ranks
 from covey_cluster.report import DevicesConfig, SimulationConfig
 from covey_cluster.throughput import (
     TrainerSpeed,
@@ -56,7 +56,11 @@ def test_the_traffic_of_an_adapter_on_frozen_weights() -> None:
     fsdp = replace(config, cluster=ClusterConfig(weights="fsdp"))
     assert replace(planner, config=fsdp).chosen(4) == SHARDED
     assert planner.chosen(4) == REPLICATED
-    assert replace(planner, place=Place("cuda", torch.bfloat16, 1 << 29)).chosen(4) == SHARDED
+    small = replace(planner, place=Place("cuda", torch.bfloat16, 1 << 29))
+    assert small.chosen(4) == SHARDED
+    four_bits = replace(small, config=replace(config, lora=LoRAConfig(rank=16, load_in_4bit=True)))
+    assert (four_bits.layouts, four_bits.chosen(4)) == ((REPLICATED,), REPLICATED)
+    assert "every rank has all weights" in plan_ranks(four_bits, "a model", 4)
 
 
 def test_gathers_overlap_with_computing_and_the_last_reduction_does_not() -> None:

@@ -9,8 +9,10 @@ from covey.llm.generation import graph_decoder
 from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.model.architecture import FAMILIES
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model
+from llm.native.test_families import gradients, made
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -23,6 +25,19 @@ def test_every_kernel_has_the_numbers_of_torch(dtype):
     from covey.llm.native.triton_kernels import TritonKernels, check
 
     check(TritonKernels(dtype), GPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"gemma2"}))
+def test_the_kernels_compute_every_family(kind, dtype):
+    """In fp32 the trial compares the logits with those of transformers' layers."""
+    policy = LanguagePolicy(made(kind).to(GPU, dtype))
+    assert policy.backend.recorded()["sampling"] == "native"
+    logprobs_BT, gradients_of = gradients(policy)
+    expected, _ = gradients(LanguagePolicy(made(kind)))
+    gaps = (logprobs_BT.detach().float().cpu() - expected).abs()
+    assert float(gaps.max()) < (1e-3 if dtype == torch.float32 else 0.3)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients_of.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

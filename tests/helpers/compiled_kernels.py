@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from covey.llm.model.architecture import AttentionRule
 from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
 
 shared: dict[str, int] = {}
@@ -32,7 +33,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any)
     shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
 
 
-def attend(kernels: TritonKernels, heads: int, kv_heads: int, width: int) -> None:
+def attend(kernels: TritonKernels, heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
     """Compile attention of the update and of decoding."""
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -44,15 +45,16 @@ def attend(kernels: TritonKernels, heads: int, kv_heads: int, width: int) -> Non
     given = {"query": query, "key": key, "value": key, "cosine": angles, "sine": angles, "out": query}
     given["logsumexp"] = numbers(99, heads, dtype=torch.float32)
     sequences = torch.tensor([[0, 90, -1], [90, 9, 0]], dtype=torch.int32)
-    kernels.prefix_attention(sequences, width, 0.1, **given)
-    kernels.prefix_attention(sequences, width, 0.1, **given, dout=query, dquery=query, dkey=key, dvalue=key)
+    kernels.prefix_attention(sequences, width, rule, **given)
+    kernels.prefix_attention(sequences, width, rule, **given, dout=query, dquery=query, dkey=key, dvalue=key)
     own, addresses = numbers(2, 17, kv_heads, 64 * width, dtype=kind), numbers(rows, dtype=torch.int64)
     state = DecodedRows(
         (heads, kv_heads, width), own, own, addresses, addresses, numbers(rows), numbers(rows), numbers(rows),
-        numbers(2, 64 * kv_heads // heads), angles, angles, (4, 4), 64, 0.1, 1e-6,
+        numbers(2, 64 * kv_heads // heads), angles, angles, (4, 4), 64, 1e-6,
     )  # fmt: skip
     for norm in (None, angles[0]):
-        kernels.decode_attention(state, 1, numbers(rows, (heads + 2 * kv_heads) * width, dtype=kind), (norm, norm))
+        qkv = numbers(rows, (heads + 2 * kv_heads) * width, dtype=kind)
+        kernels.decode_attention(state, 1, rule, qkv, (norm, norm))
 
 
 def main() -> None:
@@ -63,20 +65,29 @@ def main() -> None:
         )
     )
     JITFunction.run = compile_only
-    kernels = TritonKernels(torch.bfloat16)
-    x, scales = torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(4)
+    for dtype in (torch.bfloat16, torch.float32):
+        compile_all(TritonKernels(dtype))
+    print(json.dumps(shared))
+
+
+def compile_all(kernels: TritonKernels) -> None:
+    x, scales = torch.zeros(4, 40, dtype=kernels.dtype), torch.zeros(4)
     for added in (None, x):
-        kernels.add_rmsnorm(x.float(), added, x[0], 1e-6, x.float(), x, scales)
+        for weight in (x[0], x[0].float()):
+            kernels.add_rmsnorm(x.float(), added, weight, 1e-6, x.float(), x, scales)
         kernels.add_rmsnorm_backward(x.float(), x[0], scales, x, None, added is not None)
-    kernels.swiglu(x, x, x)
-    kernels.swiglu_backward(x, x, x)
+    for forward, backward in ((kernels.swiglu, kernels.swiglu_backward), (kernels.geglu, kernels.geglu_backward)):
+        forward(x, x, x)
+        backward(x, x, x)
     tokens = scales.long()
     kernels.sample_tokens(x, scales.double(), 0.7)
     kernels.logprob_entropy(x, tokens, 0.7, (scales, scales, scales))
     kernels.logit_gradients(x, tokens, scales, scales, scales, scales, 0.7, 0)
-    for shape in ((14, 2, 64), (12, 2, 128)):
-        attend(kernels, *shape)
-    print(json.dumps(shared))
+    plain, limited = AttentionRule(0.1), AttentionRule(0.1, window=512)
+    wide = [] if kernels.dtype == torch.float32 else [(8, 4, 256)]  # which has no room in fp32 on a laptop
+    for shape in [(14, 2, 64), (12, 2, 128), *wide]:
+        for rule in (plain, limited):
+            attend(kernels, *shape, rule)
 
 
 if __name__ == "__main__":

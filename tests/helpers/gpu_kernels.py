@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
+from covey.llm.model.architecture import AttentionRule
+from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import kernels_for
 from covey.llm.native.triton_kernels import DecodedRows, TritonKernels
 
@@ -22,6 +24,7 @@ class PlainKernels:
     """The kernels for CPUs in fp32, with attention of a decoding step by torch, of the same arguments as Triton's."""
 
     instruction_set = "Triton"
+    features = TritonKernels.features
     store_prompt_kv = TritonKernels.store_prompt_kv
 
     def __init__(self) -> None:
@@ -30,7 +33,37 @@ class PlainKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of_cpu, name)
 
-    def decode_attention(self, rows: DecodedRows, layer: int, qkv_RX: Tensor, norms: Sequence[Tensor | None]) -> Tensor:
+    def geglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+    @torch.enable_grad()
+    def geglu_backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (gate, up)]
+        return torch.autograd.grad(torch.nn.functional.gelu(inputs[0], approximate="tanh") * inputs[1], inputs, dout)
+
+    @torch.enable_grad()
+    def prefix_attention(self, sequences_S3: Tensor, width: int, rule: AttentionRule, **tensors: Tensor) -> None:
+        if not rule.window:
+            self.of_cpu.prefix_attention(sequences_S3, width, rule, **tensors)
+            return
+        rows, layout = sequences_S3.tolist(), PackedLayout([[0] * len(tensors["query"])])
+        layout.sequences, before = sequences_S3, [0] * len(rows)
+        for number, (first, length, parent) in enumerate(rows):
+            before[number] = before[parent] + rows[parent][1] if parent >= 0 else 0
+            layout.positions[first : first + length] = before[number] + torch.arange(length)
+        inputs = [tensors[name].detach().requires_grad_() for name in ("query", "key", "value")]
+        query, key, value = (x.unflatten(1, (-1, width)).transpose(0, 1) for x in inputs)
+        query, key = (x * tensors["cosine"] + rotate_half(x) * tensors["sine"] for x in (query, key))
+        out = layout.attend_by_scores(0, query, key, value, rule.scaling, rule.window).flatten(1)
+        tensors["out"].copy_(out.detach())
+        if "dout" in tensors:
+            gradients = torch.autograd.grad(out, inputs, tensors["dout"])
+            for name, gradient in zip(("dquery", "dkey", "dvalue"), gradients, strict=True):
+                tensors[name].copy_(gradient)
+
+    def decode_attention(
+        self, rows: DecodedRows, layer: int, rule: AttentionRule, qkv_RX: Tensor, norms: Sequence[Tensor | None]
+    ) -> Tensor:
         heads, kv_heads, width = rows.shape
         query, key, value = qkv_RX.unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
         query, key = (self._rotated(x, norm, rows) for x, norm in zip((query, key), norms, strict=True))
@@ -47,9 +80,11 @@ class PlainKernels:
             keys, values = (
                 torch.cat([prompt, one[slot, :, : place + 1]], 1) for prompt, one in zip(prompts, own, strict=True)
             )
-            out[row] = torch.nn.functional.scaled_dot_product_attention(
-                query[row][:, None], keys, values, scale=rows.scaling, enable_gqa=True
-            )[:, 0]
+            keys, values = (
+                x[:, -(rule.window or x.shape[1]) :].repeat_interleave(heads // kv_heads, 0) for x in (keys, values)
+            )
+            scores = query[row][:, None] @ keys.transpose(1, 2) * rule.scaling
+            out[row] = (scores.softmax(2) @ values)[:, 0]
         return out.flatten(1)
 
     def _rotated(self, x: Tensor, norm: Tensor | None, rows: DecodedRows) -> Tensor:

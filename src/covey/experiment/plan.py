@@ -140,7 +140,11 @@ def plan_memory(
     ]
     rows, timed = columns[0].plan.rows, list[str]()
     if place.device == "cuda":
-        path = "covey's kernels, Triton" if place.has_kernels and size.has_kernels else f"torch ({WITHOUT_KERNELS})"
+        path = (
+            "covey's kernels, Triton"
+            if place.has_kernels and size.kernels_on(place.device)
+            else f"torch ({WITHOUT_KERNELS})"
+        )
         title.append(f"Sampling and update: {path}; {plural(rows, 'completion')} decoded together")
     if place.card and first.algorithm in CRITIC_FREE:
         timed = [*time_lines(size, first, rows, prompt_tokens, place.card), ""]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from covey.core import kl
 from covey.data import Batch, PolicyOutput
 from covey.llm.generation.backend import Backend, Sampling, choose_backend
+from covey.llm.model.architecture import logit_scale
 from covey.llm.model.files import save_weights
 from covey.llm.model.fused_layers import fuse
 from covey.llm.model.logprobs import (
@@ -123,6 +124,11 @@ class LanguagePolicy:
         return self.backend.shares_prompts
 
     @property
+    def divisor(self) -> float:
+        """What the results of the output layer are divided by, if prompts are shared."""
+        return self.temperature * (logit_scale(self.module) if self.backend.sampling is Sampling.NATIVE else 1.0)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the model computes."""
         return self.weights.dtype_of(self.module)
@@ -177,7 +183,7 @@ class LanguagePolicy:
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True, early_BT=early_BT)
         head = self.module.get_output_embeddings()
         logprobs_N, entropy_N = token_logprobs(
-            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.temperature, self.backend.kernels,
+            decided.hidden_NW, head.weight, head.bias, decided.actions_N, self.divisor, self.backend.kernels,
             self.minimum.excluded(decided.early_N),
         )  # fmt: skip
         extra: dict[str, Tensor] = {}
@@ -248,7 +254,7 @@ class KLToReference:
             decided, other_NW = decided.of_decisions(), other_NW[index_D]
         head, other_head = policy.module.get_output_embeddings(), other.get_output_embeddings()
         divergence_N = exact_divergence(
-            decided.hidden_NW, head, other_NW, other_head, policy.temperature, policy.backend.kernels,
+            decided.hidden_NW, head, other_NW, other_head, policy.divisor, policy.backend.kernels,
             policy.minimum.excluded(decided.early_N), self.beta,
         )  # fmt: skip
         return {self.name: decided.scatter_to_batch(divergence_N)}

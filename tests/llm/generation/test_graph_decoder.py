@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ import torch
 from covey.data import EndReason
 from covey.llm.generation import backend, decoder
 from covey.llm.generation.generator import GenerationSettings
+from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.local_generator import Engine, LocalGenerator
-from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
+from covey.llm.generation.shared_prefix_decoder import GraphedStep, SharedPrefixDecoder, _capture_stream
 from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.chat import Chat
 from covey.llm.model.stop_strings import StopStrings
@@ -180,3 +183,65 @@ def test_prompts_are_prefilled_in_parts(kind, monkeypatch):
         found.append(torch.cat(logits))
     assert fed == [13, 20, 16]
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(CacheDecoder, pads=True), partial(CacheDecoder, pads=False), FullForwardDecoder]
+)
+def test_prompts_of_a_cache_are_prefilled_in_parts(make, monkeypatch):
+    module, fed, found = tiny_model("bloom"), [], []
+    module.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True)
+    prompts = [list(range(3, 3 + length)) for length in (9, 9, 4, 20, 9)]
+    for most in (1 << 62, 20):
+        monkeypatch.setitem(decoder.PREFILL_TOKENS, "cpu", most)
+        fed.clear()
+        made = make(module, 10)
+        logits = [made.prefill(prompts, 2), made.step(torch.arange(10) + 5)]
+        made.select(torch.tensor([0, 3, 5, 6, 9]))
+        logits.append(made.step(torch.arange(5) + 5))
+        found.append(torch.cat(logits))
+    assert max(fed) <= 22  # of the longest row
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 40, None])
+def test_copies_of_weights_are_decided_once(room, monkeypatch):
+    module, free = tiny_model("llama"), [1 << 40, 0]
+    monkeypatch.setattr(type(module), "device", property(lambda _: torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free.pop(0), 0))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    for _ in range(2):
+        decoder.settle_copies(module, room)
+        assert decoder.copies_fit(module) == (room != 0)
+
+
+def test_graphs_share_the_memory_of_one_pool_and_stream(monkeypatch):
+    """Memory that a capture leaves is used by captures of the same pool on the same stream alone."""
+    captures, streams = [], []
+
+    class Stream:
+        def __init__(self, device):
+            streams.append(self)
+            self.wait_stream = lambda _: None
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            captures.append((pool, streams[-1]))
+
+        def capture_end(self):
+            pass
+
+        replay = capture_end
+
+    here = Stream("cuda")
+    for name, value in {
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": lambda _: here, "stream": lambda _: nullcontext(),
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    _capture_stream.cache_clear()
+    for step in [GraphedStep(torch.device("cuda"), "pool") for _ in range(2)]:
+        assert [step(lambda: torch.ones(1)).item() for _ in range(3)] == [1.0] * 3
+    _capture_stream.cache_clear()
+    assert captures == [("pool", streams[1])] * 2

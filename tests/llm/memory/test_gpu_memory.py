@@ -61,8 +61,8 @@ def test_the_keys_and_copies_of_a_decoder(rank: int, monkeypatch: pytest.MonkeyP
         for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
         if part.weight.data_ptr() not in of_model  # type: ignore[union-attr]
     ]
-    assert sum(copied) == memory.copies(free=1e18)
-    assert memory.copies(free=2 * memory.linear * 4 - 1) == 0
+    assert sum(copied) == memory.copies(room=1e18)
+    assert memory.copies(room=4 * memory.linear * 4 - 1) == 0
 
 
 @given(st.integers(0, 1 << 24), st.integers(1, 9), st.integers(1, 12), st.integers(1, 40))

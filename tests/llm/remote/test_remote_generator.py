@@ -31,7 +31,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.client import Client, LostServer
 from covey.llm.remote.fleet import Children, Fleet
-from covey.llm.remote.generator import RemoteGenerator
+from covey.llm.remote.generator import Answer, RemoteGenerator, _Call
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport, Transport, private_folders
 from covey.llm.remote.wire import SLEEP, WAKE
@@ -456,6 +456,20 @@ def test_conversations_that_wait_for_an_answer_past_the_deadline_have_failed(
     assert failures[0] is None
     assert isinstance(failures[1], GenerationFailure)
     assert failures[1].reason is FailureReason.DEADLINE
+
+
+def test_a_failure_from_before_a_server_was_revived_does_not_lose_it(
+    servers: list[Serving], policy: LanguagePolicy
+) -> None:
+    with remote(policy, [servers[0].address]) as generator:
+        fleet, call = generator.fleet, _Call(generator, requests(count=2))
+        call.tries = {0: 1, 1: 1}
+        late: Future[list[Completion]] = Future()
+        late.set_exception(LostServer("it has ended"))
+        for answer in [Answer(number, 0, fleet.given[0], late) for number in range(2)]:
+            call._take(answer)
+            assert (fleet.rotation, fleet.given[0]) == ([0], 2)
+        call.cancel()
 
 
 def test_servers_on_the_gpu_of_the_run_are_told_to_sleep_and_woken_once(policy: LanguagePolicy) -> None:

@@ -101,7 +101,10 @@ class RankPlanner:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Layouts of the weights. With LoRA the frozen weights are sharded, and all sums of gradients are exact."""
+        """Layouts of the weights. With LoRA the frozen weights are sharded, unless they are in 4 bits, and all sums of
+        gradients are exact."""
+        if self.config.lora.load_in_4bit:
+            return (REPLICATED,)
         return (REPLICATED, SHARDED) if self.config.lora.is_used else (REPLICATED, SHARDED_EXACT, SHARDED)
 
     @property
@@ -171,13 +174,17 @@ class RankPlanner:
     def automatic(self, ranks: int) -> str:
         """The layout of `cluster.weights = "auto"` on `ranks` ranks."""
         memory, shards = self.place.memory, shards_of_rank(self.config, ranks)
-        whole = memory is None or fits_replicated(
-            self.trained,
-            self.frozen,
-            self.width,
-            shards,
-            memory,
-            eight_bit_moments=self.config.update.eight_bit_moments,
+        whole = (
+            memory is None
+            or self.layouts == (REPLICATED,)
+            or fits_replicated(
+                self.trained,
+                self.frozen,
+                self.width,
+                shards,
+                memory,
+                eight_bit_moments=self.config.update.eight_bit_moments,
+            )
         )
         return REPLICATED if whole else self._sharded
 
@@ -262,6 +269,8 @@ def _notes(planner: RankPlanner, ranks: int) -> list[str]:
         f"links: {speed:g} GB/s a device (--{where}-link), weights to samplers {devices.weights_link:g} GB/s "
         "(--weights-link); latency is not counted",
     ]
+    if planner.layouts == (REPLICATED,):
+        return [*lines, "with lora.load_in_4bit every rank has all weights"]
     if config.lora.is_used:
         lines.append("with LoRA the ranks divide the frozen weights, and every rank has the whole adapter")
     if memory is not None:

@@ -46,6 +46,7 @@ START_SECONDS = 1800.0  # vLLM starts within two minutes on two cores, and in te
 STOP_SECONDS = 8.0  # less than a run gives its samplers to end
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 15.0
+KEPT_LOGS = 10  # of earlier servers
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 LOG_LINES = 3  # of vLLM's errors in a message
@@ -351,6 +352,9 @@ def _log_file(port: int) -> Path:
     folder = cache_folder() / "vllm"
     try:
         make_folder(folder)
+        logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+        for log in logs[:-KEPT_LOGS]:
+            log.unlink(missing_ok=True)
     except OSError as error:
         raise path_error(error, f"the output of vLLM cannot be written to {folder}") from error
     return folder / f"{port}.log"

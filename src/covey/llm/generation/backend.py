@@ -56,7 +56,8 @@ from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
 from covey.llm.generation.slots import SlotDecoder
 from covey.llm.generation.trial import Trial, attention_note, in_fp32
-from covey.llm.model.architecture import Heads, is_llama_like
+from covey.llm.model.architecture import Heads, obstacle
+from covey.llm.model.prefix_attention import all_scores
 from covey.llm.native.bindings import Kernels, KernelSet, kernels_for
 
 
@@ -70,6 +71,7 @@ class Sampling(StrEnum):
     NO_CACHE = "no cache"
 
 
+NOT_BY_KERNELS = "covey's kernels do not compute %s, so torch does"
 CHUNK = 128  # tokens of replies in conversations that are fed at once
 SAMPLING_BY_CACHE = (Sampling.PADDED_CACHE, Sampling.CACHE_BY_LENGTH, Sampling.NO_CACHE)
 
@@ -152,22 +154,41 @@ def choose_backend(module: PreTrainedModel) -> Backend:
     Raises:
         ConfigError: if the model cannot be trained, in one line that names its architecture.
     """
-    trial = Trial(module)
-    with in_fp32(module):
-        trial.refuse_unusable()
-        note = attention_note(trial)
-        shares = trial.shares_prompts()
-    trial.refuse_without_gradient()
     kernels = find_kernels(module.device, module.dtype)
     native = kernels.of(next(module.parameters()))
     instructions = None if native is None else native.instruction_set
-    sampling = Sampling.NATIVE if native is not None and is_llama_like(module) else Sampling.SHARED_PREFIX
-    backend = Backend(type(module).__name__, sampling, kernels, instructions, note=note)
-    if shares:
-        if trial.samples(partial(backend.decoder, module), exact=module.dtype in (torch.float32, torch.float64)):
-            return _with_token_bytes(backend, module)
-        trial.restore_attention()
-    return _sampled_by_cache(backend, module, trial)
+    backend = Backend(type(module).__name__, Sampling.SHARED_PREFIX, kernels, instructions)
+    if native is not None and not (reason := obstacle(module, native.features)):
+        found = _by_trial(replace(backend, sampling=Sampling.NATIVE), module)
+        if isinstance(found, Backend):
+            return found
+        reason = f"this model, whose trial failed ({found})"
+    found = _by_trial(backend, module)
+    assert isinstance(found, Backend)
+    return (
+        found if native is None else replace(found, note="; ".join(filter(None, (found.note, NOT_BY_KERNELS % reason))))
+    )
+
+
+def _by_trial(backend: Backend, module: PreTrainedModel) -> Backend | str:
+    """The backend, or one that samples by a cache in its place; of a backend with kernels, what its trial failed by.
+
+    Raises:
+        ConfigError: if the model cannot be trained.
+    """
+    by_kernels = backend.sampling is Sampling.NATIVE
+    trial = Trial(module, by_kernels=by_kernels)
+    with all_scores(by_kernels):
+        with in_fp32(module):
+            trial.refuse_unusable()
+            backend = replace(backend, note=attention_note(trial))
+            shares = trial.shares_prompts()
+        trial.refuse_without_gradient()
+        if shares:
+            if trial.samples(partial(backend.decoder, module), exact=module.dtype in (torch.float32, torch.float64)):
+                return _with_token_bytes(backend, module)
+            trial.restore_attention()
+    return trial.fault or "other logits" if by_kernels else _sampled_by_cache(backend, module, trial)
 
 
 def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -> Backend:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from transformers import PreTrainedModel
 from covey.llm.generation.token_sampling import Drawing
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.lora import adapted_layers, base_of, is_adapted, joined_weights
-from covey.llm.model.nf4 import NF4Linear
+from covey.llm.model.nf4 import NF4Linear, stored
 from covey.llm.model.prefix_attention import Layout, PackedLayout, forward
 from covey.runtime.device import device_kind, total_memory_bytes
 
@@ -135,7 +136,7 @@ ROWS = 64  # number of rows for which oneDNN chooses the memory format; other nu
 
 
 def packs(weight: Tensor) -> bool:
-    """True if oneDNN can prepack this weight on this processor."""
+    """True if oneDNN can prepack weights of this dtype and device on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -202,8 +203,10 @@ def copies_fit(module: PreTrainedModel) -> bool:
 
     Without copies, a layer has three more products, and two more for each adapter, and a quantized one computes its
     weights in every step. On a CPU it is False for models with quantized layers only, and depends on the memory of the
-    machine, so that a run that is resumed has the same bits.
+    machine, so that a run that is resumed has the same bits. On a GPU it stays as it was settled (`settle_copies`).
     """
+    if (settled := _SETTLED.get(module)) is not None:
+        return settled
     layers = linear_layers(module)
     if module.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(module.device)
@@ -213,6 +216,26 @@ def copies_fit(module: PreTrainedModel) -> bool:
     else:
         return True
     return 2 * weights_of(layers) * module.dtype.itemsize <= free
+
+
+_SETTLED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def settle_copies(module: PreTrainedModel, room: int | None) -> None:
+    """Decide for all decoders of a model on a GPU whether they have copies; the last bits of results depend on it.
+
+    Args:
+        room: bytes of the GPU that are free between updates; None: what is free at the first call decides.
+    """
+    if module.device.type == "cuda" and module not in _SETTLED:
+        linear = weights_of(linear_layers(module)) * module.dtype.itemsize
+        _SETTLED[module] = copies_fit(module) if room is None else copies_have_room(linear, room)
+
+
+def copies_have_room(linear_bytes: int, room: float) -> bool:
+    """Whether twice the linear layers take at most half of the room for sampling, the rest of which keys and values
+    get."""
+    return 4 * linear_bytes <= room
 
 
 class PackedLinears:
@@ -226,7 +249,7 @@ class PackedLinears:
         self.packed = {
             layer: PackedLinear(layer)
             for layer in layers
-            if (is_adapted(layer) or is_quantized(layer) if on_gpu else packs(layer.weight))
+            if (is_adapted(layer) or is_quantized(layer) if on_gpu else packs(stored(base_of(layer))))
         }
 
     def __enter__(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PREFILL_TOKENS, linear_layers, token_bytes, weights_of
-from covey.llm.generation.graph_decoder import BLOCK, LADDER, MOST_PARTS, PROGRAMS, rung
+from covey.llm.generation.decoder import PREFILL_TOKENS, copies_have_room, linear_layers, token_bytes, weights_of
+from covey.llm.generation.graph_decoder import BLOCK, MOST_PARTS, PROGRAMS, rung
 from covey.llm.model.architecture import Heads, LayerModules
 from covey.llm.model.lora import factors_of
 
@@ -57,25 +57,25 @@ class DecoderMemory:
         return tokens * (2 * self.hidden * EXACT_BYTES + numbers * self.itemsize + self._token)
 
     def step(self, rows: int) -> int:
-        """What the graphs of a step hold, whose rows end until none is left."""
+        """What the graphs of a step hold. They share their memory, but a larger one that comes after a smaller one may
+        find no place in what that has left, so that the largest counts twice."""
         graph = rung(rows)
         of_row = self.vocabulary * self.itemsize + self.hidden * (EXACT_BYTES + 2 * self.itemsize)
         of_row += 3 * self.intermediate * self.itemsize
         partial = MOST_PARTS * graph + max(PROGRAMS // self.heads.keys, graph)
-        of_graphs = sum(size for size in LADDER if size <= graph) if graph <= LADDER[-1] else graph + sum(LADDER)
-        return of_graphs * of_row + partial * self.heads.queries * (self.heads.width + 1) * EXACT_BYTES
+        return 2 * graph * of_row + partial * self.heads.queries * (self.heads.width + 1) * EXACT_BYTES
 
-    def copies(self, free: float) -> int:
-        """Of the joined weights, if twice the linear layers are free (`copies_fit`)."""
-        return self.joined * self.itemsize if 2 * self.linear * self.itemsize <= free else 0
+    def copies(self, room: float) -> int:
+        """Of the joined weights, if these have room (`copies_have_room`)."""
+        return self.joined * self.itemsize if copies_have_room(self.linear * self.itemsize, room) else 0
 
     def fitting_rows(self, room: int, completions: int, max_new_tokens: int, prompts: int, prompt_tokens: int) -> int:
         """Number of rows, in whole groups of `completions`, that fit into so many bytes; 0 if no group does.
 
-        The joined weights have room too, if they take at most half of it.
+        The joined weights have room too (`copies_have_room`).
         """
-        joined = 2 * self.linear * self.itemsize
-        room -= self.prefill(prompts, prompt_tokens) + (joined if 2 * joined <= room else 0)
+        linear = self.linear * self.itemsize
+        room -= self.prefill(prompts, prompt_tokens) + (2 * linear if copies_have_room(linear, room) else 0)
 
         def fits(groups: int) -> bool:
             rows = groups * completions

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PREFILL_TOKENS, SeparateLinears, packed_layers
+from covey.llm.generation.decoder import PREFILL_TOKENS, PackedLayer, SeparateLinears, packed_layers
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
 from covey.llm.generation.slots import SharedPrompt, SlotDecoder
 from covey.llm.generation.token_sampling import Drawing, sample_tokens
-from covey.llm.model.architecture import Heads
+from covey.llm.model.architecture import FAMILIES, Heads, LayerModules, embedding_scale, logit_scale, norm_scale
 from covey.llm.native.bindings import KernelSet
 
 if TYPE_CHECKING:  # a plan for a GPU is made without Triton too
@@ -38,6 +39,8 @@ if TYPE_CHECKING:  # a plan for a GPU is made without Triton too
 BLOCK = 8  # steps between two synchronisations
 LADDER = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 QUERIES_IN_TILE = 64  # of one key-value head and one prompt
+FEED, LOGITS = "feed", "logits"  # what a graph is for, besides drawing
+Use = Drawing | str
 PROGRAMS, MOST_PARTS = 512, 16  # of a layer's attention, at least, so that few rows occupy the whole device
 
 
@@ -58,12 +61,19 @@ class GraphDecoder(SlotDecoder):
         super().__init__(module, kernels, rows, max_new_tokens + BLOCK, chunk, further_slots=1)
         self.device = module.device
         self.layers = packed_layers(module)
-        self.head = SeparateLinears(cast(nn.Linear, module.get_output_embeddings()))
-        self.graphs: dict[tuple[int, int, Drawing | None], _Graph] = {}
+        self.norm = norm_scale(self.base.norm, FAMILIES[module.config.get_text_config().model_type].offset).detach()
+        self.embedding_scale, self.logit_scale = embedding_scale(module), logit_scale(module)
+        self.linear_head = SeparateLinears(cast(nn.Linear, module.get_output_embeddings()))
+        self.graphs: dict[tuple[int, int, Use], _Graph] = {}
+        self.pool = self._new_pool()
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        logits_RV = self.linear_head(hidden_RW)
+        return logits_RV if self.logit_scale == 1.0 else logits_RV / self.logit_scale
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:
-        graph = self._ready(tokens_R, 1, None)
+        graph = self._ready(tokens_R, 1, LOGITS)
         logits_CV = graph.step(lambda: self._logits(graph))
         self.decoded_R += 1
         return logits_CV[: len(tokens_R)]
@@ -71,10 +81,8 @@ class GraphDecoder(SlotDecoder):
     @torch.inference_mode()
     def feed(self, tokens: Sequence[Sequence[int]]) -> None:
         for tokens_N, rows_N, before_N, _ in self._chunks(tokens):
-            tiles = self._tiles([self.prompts[row] for row in rows_N.tolist()])
-            state = self._new_state(len(tokens_N), len(tiles), len(tiles[0]))
-            self._fill(state, rows_N, before_N, tiles)
-            self._hidden(state, tokens_N.to(self.device))
+            graph = self._graph_of(tokens_N, rows_N, before_N, FEED)
+            graph.step(partial(self._hidden, graph.state, graph.fed_C))
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         self.feed([of_row[:-1] for of_row in tokens])
@@ -100,18 +108,33 @@ class GraphDecoder(SlotDecoder):
     def make_room(self, tokens: int) -> bool:
         if replaced := super().make_room(tokens):
             self.graphs.clear()  # they have the addresses of the tensors before
+            self.pool = self._new_pool()  # one without a graph may not be used again
         return replaced
 
-    def _ready(self, tokens_R: Tensor, steps: int, drawing: Drawing | None) -> _Graph:
+    def _new_pool(self) -> Any:
+        """Memory of all graphs: they run one after another, and what they leave is in tensors outside of it, but for
+        logits, which are read before the next one runs."""
+        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def _ready(self, tokens_R: Tensor, steps: int, use: Use) -> _Graph:
         """The graph for the present rows, with their state and room for so many steps."""
         self.make_room(int(self.decoded_R.max()) + steps)
-        tiles = self._tiles(self.prompts)
-        key = rung(len(self.prompts)), rung(len(tiles)), drawing
-        if key not in self.graphs:
-            self.graphs[key] = self._new_graph(*key, len(tiles[0]))
-        graph = self.graphs[key]
-        graph.fed_C[: len(tokens_R)] = tokens_R
-        self._fill(graph.state, slice(None), self.decoded_R, tiles)
+        return self._graph_of(tokens_R, torch.arange(len(self.prompts)), self.decoded_R, use)
+
+    def _graph_of(self, tokens_N: Tensor, rows_N: Tensor, before_N: Tensor, use: Use) -> _Graph:
+        """The graph that feeds tokens of these rows, each with so many own tokens before it.
+
+        More than LADDER holds are fed once, because a graph for every number of them would seldom run again.
+        """
+        tiles = self._tiles([self.prompts[row] for row in rows_N.tolist()])
+        key = rung(len(tokens_N)), rung(len(tiles)), use
+        graph = self.graphs.get(key)
+        if graph is None:
+            graph = self._new_graph(*key, len(tiles[0]))
+            if use != FEED or len(tokens_N) <= LADDER[-1]:
+                self.graphs[key] = graph
+        graph.fed_C[: len(tokens_N)] = tokens_N
+        self._fill(graph.state, rows_N, before_N, tiles)
         return graph
 
     def _tiles(self, prompts: list[SharedPrompt]) -> list[list[int]]:
@@ -126,7 +149,7 @@ class GraphDecoder(SlotDecoder):
             for begin in range(0, len(members), rows)
         ]
 
-    def _fill(self, state: DecodedRows, rows_N: Tensor | slice, decoded_N: Tensor, tiles: list[list[int]]) -> None:
+    def _fill(self, state: DecodedRows, rows_N: Tensor, decoded_N: Tensor, tiles: list[list[int]]) -> None:
         """Write the state of rows with so many own tokens; further rows have a slot of their own and no prompt."""
         missing = len(state.slots) - len(decoded_N)
         for target, values_N, filling in (
@@ -152,40 +175,76 @@ class GraphDecoder(SlotDecoder):
             prompt_keys=numbers(rows, dtype=torch.int64), prompt_values=numbers(rows, dtype=torch.int64),
             prompt_lengths=numbers(rows), slots=numbers(rows), decoded=numbers(rows), tiles=numbers(tiles, tile_rows),
             cosine=self.own_keys, sine=self.own_keys, parts=(parts[0], parts[1]), capacity=self.capacity,
-            scaling=heads.width**-0.5, epsilon=self.epsilon,
+            epsilon=self.epsilon,
         )  # fmt: skip
 
-    def _new_graph(self, rows: int, tiles: int, drawing: Drawing | None, tile_rows: int) -> _Graph:
-        numbers, end_ids = self._numbers_of, () if drawing is None else drawing.end_ids
+    def _new_graph(self, rows: int, tiles: int, use: Use, tile_rows: int) -> _Graph:
+        numbers, end_ids = self._numbers_of, use.end_ids if isinstance(use, Drawing) else ()
         return _Graph(
             self._new_state(rows, tiles, tile_rows), fed_C=numbers(rows, dtype=torch.int64),
             column_1=numbers(1, dtype=torch.int64), lengths_C=numbers(rows, dtype=torch.int64),
             end_ids=torch.tensor(end_ids, dtype=torch.int64, device=self.device),
             uniforms_CN=numbers(rows, BLOCK, dtype=torch.float64), tokens_CN=numbers(rows, BLOCK, dtype=torch.int64),
-            logprobs_CN=numbers(rows, BLOCK, dtype=torch.float32), step=GraphedStep(self.device),
+            logprobs_CN=numbers(rows, BLOCK, dtype=torch.float32), step=GraphedStep(self.device, self.pool),
         )  # fmt: skip
 
     def _hidden(self, state: DecodedRows, fed_C: Tensor) -> Tensor:
         """The output of the last norm after the fed tokens, whose keys and values are appended."""
         kernels = self.kernels
-        hidden_CW = self.base.embed_tokens(fed_C).float()
-        angles = self.base.rotary_emb(hidden_CW, (state.prompt_lengths + state.decoded)[None].long())
-        state.cosine, state.sine = (part[0].to(kernels.dtype).contiguous() for part in angles)
+        embedded_CW = self.base.embed_tokens(fed_C)
+        hidden_CW = (embedded_CW if self.embedding_scale == 1.0 else embedded_CW * self.embedding_scale).float()
+        angles = self._angles(hidden_CW, state.prompt_lengths + state.decoded)
         normed_CW = torch.empty_like(hidden_CW, dtype=kernels.dtype)
         added_CW: Tensor | None = None
         for number, layer in enumerate(self.layers):
             parts = layer.modules
-            kernels.add_rmsnorm(hidden_CW, added_CW, parts.input_norm, state.epsilon, hidden_CW, normed_CW)
-            norms = parts.query_norm, parts.key_norm
-            attended_CW = layer.output(kernels.decode_attention(state, number, layer.qkv(normed_CW), norms))
-            kernels.add_rmsnorm(hidden_CW, attended_CW, parts.inner_norm, state.epsilon, hidden_CW, normed_CW)
+            self._add_and_normalise(hidden_CW, added_CW, parts.input_norm, normed_CW)
+            state.cosine, state.sine = angles[parts.rule.rotates, parts.rule.angles]
+            attended_CX = kernels.decode_attention(state, number, parts.rule, *self._normed_heads(layer, normed_CW))
+            added_CW = self._added(layer.output(attended_CX), parts.attention_norm, parts)
+            self._add_and_normalise(hidden_CW, added_CW, parts.inner_norm, normed_CW)
             gate, up = layer.gate_up(normed_CW).chunk(2, dim=1)
             gated = torch.empty_like(gate, memory_format=torch.contiguous_format)
-            kernels.swiglu(gate, up, gated)
-            added_CW = layer.down(gated)
-        norm = self.base.norm.weight.detach()
-        kernels.add_rmsnorm(hidden_CW, added_CW, norm, state.epsilon, hidden_CW, normed_CW)
+            (kernels.geglu if parts.is_gelu else kernels.swiglu)(gate, up, gated)
+            added_CW = self._added(layer.down(gated), parts.mlp_norm, parts)
+        self._add_and_normalise(hidden_CW, added_CW, self.norm, normed_CW)
         return normed_CW
+
+    def _angles(self, hidden_CW: Tensor, positions_C: Tensor) -> dict[tuple[bool, str], tuple[Tensor, Tensor]]:
+        """Cosines and sines [C, D] of each kind of layer: whether it rotates, and by which rotary embeddings."""
+        kinds, several = {layer.modules.rule for layer in self.layers}, hasattr(self.base.rotary_emb, "layer_types")
+        found = {}
+        for rotates, kind in {(rule.rotates, rule.angles) for rule in kinds}:
+            angles = self.base.rotary_emb(hidden_CW, positions_C[None].long(), *([kind] if several else []))
+            cosine, sine = (part[0].to(self.kernels.dtype).contiguous() for part in angles)
+            found[rotates, kind] = (cosine, sine) if rotates else (torch.ones_like(cosine), torch.zeros_like(sine))
+        return found
+
+    def _add_and_normalise(self, hidden: Tensor, added: Tensor | None, norm: Tensor | None, normed: Tensor) -> None:
+        """hidden += added; normed = the norm of it, or its rounded numbers without one."""
+        if norm is not None:
+            self.kernels.add_rmsnorm(hidden, added, norm, self.epsilon, hidden, normed)
+            return
+        if added is not None:
+            hidden += added
+        normed.copy_(hidden)
+
+    def _added(self, x: Tensor, norm: Tensor | None, parts: LayerModules) -> Tensor:
+        """What a layer adds to the residual stream."""
+        x = x if norm is None else self.kernels.rmsnorm(x, norm, self.epsilon)[0]
+        return x if parts.residual_scale == 1.0 else x * parts.residual_scale
+
+    def _normed_heads(
+        self, layer: PackedLayer, normed_CW: Tensor
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """Queries, keys and values, after norms over all heads, and the norms of each head that are left."""
+        heads, qkv, norms = self.heads, layer.qkv(normed_CW), (layer.modules.query_norm, layer.modules.key_norm)
+        if norms[0] is None or norms[1] is None or len(norms[0]) == heads.width:
+            return qkv, norms
+        query, key, value = qkv.split([count * heads.width for count in (heads.queries, heads.keys, heads.keys)], dim=1)
+        both = zip((query, key), norms, strict=True)
+        normed = [self.kernels.rmsnorm(x.contiguous(), norm, self.epsilon)[0] for x, norm in both]
+        return torch.cat([*normed, value], dim=1), (None, None)
 
     def _logits(self, graph: _Graph) -> Tensor:
         """logits_CV of the token after the fed ones."""

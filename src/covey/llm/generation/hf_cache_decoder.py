@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PackedLinears
+from covey.llm.generation.decoder import PREFILL_TOKENS, PackedLinears
 from covey.llm.model.architecture import vocabulary_of
 from covey.llm.model.plain_forward import accepted
+from covey.runtime.device import device_kind
 
 
 class CacheDecoder:
@@ -22,7 +23,7 @@ class CacheDecoder:
 
     Rows whose prompts have the same length are decoded together (a cohort), without padding. With `pads`, all rows are
     one cohort and shorter prompts are padded on the left, which is faster but only correct for models that ignore
-    masked tokens.
+    masked tokens. Prompts of more than PREFILL_TOKENS together are several cohorts.
     """
 
     compact_threshold = 0.125  # the removal of rows copies the state of the others
@@ -45,12 +46,13 @@ class CacheDecoder:
         numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
         logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
-            chosen = [index for index, other in enumerate(lengths) if other == length]
-            cohort = _Cohort(self.module, numbers[chosen].flatten(), pads=self.pads)
-            logits_SV = cohort.prefill([prompts[index] for index in chosen])
-            cohort.select(torch.arange(len(chosen), device=self.module.device).repeat_interleave(group_size))
-            logits_by_prompt |= zip(chosen, logits_SV, strict=True)
-            self.cohorts.append(cohort)
+            alike = [index for index, other in enumerate(lengths) if other == length]
+            for chosen in fed_together(alike, max(len(prompts[index]) for index in alike), self.module):
+                cohort = _Cohort(self.module, numbers[chosen].flatten(), pads=self.pads)
+                logits_SV = cohort.prefill([prompts[index] for index in chosen])
+                cohort.select(torch.arange(len(chosen), device=self.module.device).repeat_interleave(group_size))
+                logits_by_prompt |= zip(chosen, logits_SV, strict=True)
+                self.cohorts.append(cohort)
         return torch.stack([logits_by_prompt[index] for index in range(len(prompts))])
 
     @torch.inference_mode()
@@ -78,6 +80,12 @@ class CacheDecoder:
     def state_bytes(self) -> int:
         """Memory of all tensors in the caches."""
         return sum(_count_bytes(cohort.cache, set()) for cohort in self.cohorts)
+
+
+def fed_together(rows: list[int], length: int, module: PreTrainedModel) -> list[list[int]]:
+    """Parts of rows of up to `length` tokens, each of at most PREFILL_TOKENS together, or of one row."""
+    count = max(PREFILL_TOKENS[device_kind(module.device)] // length, 1)
+    return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
 
 
 # Names of the cache in the arguments and outputs of transformers' models.
@@ -189,8 +197,9 @@ class FullForwardDecoder:
     def _forward(self, rows: list[list[int]]) -> Tensor:
         logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted({len(row) for row in rows}):
-            chosen = [index for index, row in enumerate(rows) if len(row) == length]
-            tokens = torch.tensor([rows[index] for index in chosen], device=self.module.device)
-            known = accepted(self.module, use_cache=False, logits_to_keep=1)
-            logits_by_prompt |= zip(chosen, self.module(input_ids=tokens, **known).logits[:, -1], strict=True)
+            alike = [index for index, row in enumerate(rows) if len(row) == length]
+            for chosen in fed_together(alike, length, self.module):
+                tokens = torch.tensor([rows[index] for index in chosen], device=self.module.device)
+                known = accepted(self.module, use_cache=False, logits_to_keep=1)
+                logits_by_prompt |= zip(chosen, self.module(input_ids=tokens, **known).logits[:, -1], strict=True)
         return torch.stack([logits_by_prompt[index] for index in range(len(rows))])

@@ -26,6 +26,7 @@ from torch import Tensor
 from covey.data import EndReason
 from covey.llm.generation.backend import Backend, Sampling
 from covey.llm.generation.batch import ContinuousBatch, ConversationBatch, PrefixCache, TurnBatch
+from covey.llm.generation.decoder import settle_copies
 from covey.llm.generation.generator import (
     Completion,
     FailureReason,
@@ -358,6 +359,7 @@ def batch_rows(
 
     Further requests have room if that is fewer than `least`.
     """
+    settle_copies(policy.module, room)
     fitting = given or rows_in_memory(policy, requests, tokens, room)
     completions = requests[0].completions
     return max(rows_together(fitting, len(requests), completions), min(fitting, least))

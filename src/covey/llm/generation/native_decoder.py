@@ -197,7 +197,9 @@ class NativeDecoder(SlotDecoder):
         """
         super().__init__(module, kernels, rows, max_new_tokens, max(rows, chunk or 0))
         self.stack = make_stack(module, kernels, self.chunk, LEAST_ROWS if chunk else 1)
-        self.head = self.stack.head
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        return self.stack.head(hidden_RW)
 
     @torch.inference_mode()
     def step(self, tokens_R: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -38,14 +39,14 @@ class GraphedStep:
     Python's garbage collector finds the cycle.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        """`pool`: memory that is shared with other graphs, none of which may run at the same time; None: its own."""
+        self._device, self._pool = device, pool
         # Not known before the first call, which also loads the kernels.
         self.can_be_captured: bool | None = None if device.type == "cuda" else False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
         self._is_current = False
-        self._pool: Any = None
 
     def reset(self) -> None:
         """Have the graph captured again, because tensors were replaced."""
@@ -67,7 +68,7 @@ class GraphedStep:
         """Capture a graph; False, now and later, if that fails."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(stream), _without_garbage_collection():
@@ -85,6 +86,12 @@ class GraphedStep:
         # The graph before lives until now, because memory goes from one to the next while one of them has the pool.
         self._graph, self._output, self._is_current = graph, output, True
         return True
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures, because the memory that a graph leaves in its pool is for the same stream alone."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

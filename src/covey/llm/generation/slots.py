@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,7 +72,6 @@ class SlotDecoder(ABC):
     can_fork = True
     block = 1
     padding: int  # the kernels pad D and the tokens of a row to multiples of it
-    head: Callable[[Tensor], Tensor]  # logits from the output of the last norm
 
     def __init__(
         self, module: PreTrainedModel, kernels: Any, rows: int, max_new_tokens: int, chunk: int, further_slots: int = 0
@@ -117,6 +116,10 @@ class SlotDecoder(ABC):
                 self._append([shared] * group_size, [self.free.pop() for _ in range(group_size)], 0)
             logits.append(self.head(hidden_SW))
         return torch.cat(logits)
+
+    @abstractmethod
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        """logits_RV from the output of the last norm."""
 
     @abstractmethod
     def step(self, tokens_R: Tensor) -> Tensor:

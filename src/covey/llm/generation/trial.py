@@ -18,7 +18,15 @@ from covey.config.files import raise_fault
 from covey.data import Batch
 from covey.llm.generation.decoder import Decoder
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
-from covey.llm.model.architecture import exact_length, is_llama_like, longest_row, vocabulary_of, windows_of
+from covey.llm.model.architecture import (
+    exact_length,
+    is_llama_like,
+    layers_of,
+    logit_scale,
+    longest_row,
+    vocabulary_of,
+    windows_of,
+)
 from covey.llm.model.logprobs import hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
@@ -37,8 +45,10 @@ MIN_TOKENS = 16  # minimal length of the longest row of a trial
 class Trial:
     """Random tokens, and the logits of the model's own forward pass."""
 
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
+    def __init__(self, module: PreTrainedModel, *, by_kernels: bool = False) -> None:
+        """`by_kernels`: kernels compute the model's layers. Their own check tests long windows of attention."""
+        self.module, self.by_kernels = module, by_kernels
+        self.fault = ""  # of the last implementation that raised an exception
         self.attention = _attention_settings(module)
         exact = exact_length(module.config)
         if exact is not None and exact[0] < MIN_TOKENS + 8:
@@ -47,9 +57,13 @@ class Trial:
             )
         longest = longest_row(module.config)
         room = 1 << 62 if longest is None else longest
-        windows = [] if is_llama_like(module) else [size for size in windows_of(module.config) if size < room]
-        tested = [window for window in windows if window <= min(MAX_TESTED_WINDOW, room - 14)]
-        self.has_untested_window = len(tested) < len(windows)
+        if by_kernels or is_llama_like(module):
+            possible = sorted({layer.rule.window for layer in layers_of(module)} - {0})
+        else:
+            possible = [size for size in windows_of(module.config) if size < room]
+        tested = [window for window in possible if window <= min(MAX_TESTED_WINDOW, room - 14)]
+        self.has_untested_window = not by_kernels and len(tested) < len(possible)
+        self.logit_scale = logit_scale(module) if by_kernels else 1.0
         self.window = max(tested, default=0)
         self.longest = max(MIN_TOKENS, self.window + 6)
         count = vocabulary_of(module)
@@ -140,7 +154,8 @@ class Trial:
 
     def shares_prompts(self) -> bool:
         """True if a packed forward pass gives the logits of the plain one; then sets the model's attention."""
-        if self.has_untested_window or not _head_is_last(self.module, torch.tensor(self.ids[:8], device=self.device)):
+        tokens_L = torch.tensor(self.ids[:8], device=self.device)
+        if self.has_untested_window or not _head_is_last(self.module, tokens_L, self.logit_scale):
             return False
         if not self.module._can_set_attn_implementation():
             return False
@@ -163,7 +178,8 @@ class Trial:
         self.module.set_attn_implementation(IMPLEMENTATION)
         decided = hidden_states_for_actions(self.module.base_model, batch, packed=True)
         head: Any = self.module.get_output_embeddings()
-        self._shares = _agree(head(decided.hidden_NW)[decided.index_D], plain)
+        logits_NV = head(decided.hidden_NW) / self.logit_scale
+        self._shares = _agree(logits_NV[decided.index_D], plain)
         return self._shares
 
     def _plain_of(self, batch: Batch) -> Tensor:
@@ -191,6 +207,7 @@ class Trial:
             plain = [logits_LV[-1] for logits_LV in self.plain.after(contexts)]
         except Exception as error:  # a cache that the model does not support may raise any exception
             raise_fault(error)
+            self.fault = _first_line(error)
             return False
         return _agree(torch.stack(logits), torch.stack(plain))
 
@@ -279,8 +296,8 @@ def _sums(module: nn.Module) -> list[float]:
     return [float(parameter.sum()) for parameter in module.parameters()]
 
 
-def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
-    """True if the logits are exactly the output layer applied to the decoder's last hidden states.
+def _head_is_last(module: PreTrainedModel, tokens_L: Tensor, scale: float) -> bool:
+    """True if the logits are exactly the output layer applied to the decoder's last hidden states, divided by `scale`.
 
     Some models scale or cap the input or the output of their output layer. A cap hardly changes small logits, so a hook
     replaces the output by large values.
@@ -300,7 +317,8 @@ def _head_is_last(module: PreTrainedModel, tokens_L: Tensor) -> bool:
     try:
         logits = module(input_ids=tokens_L[None]).logits
         hidden = base(input_ids=tokens_L[None]).last_hidden_state
-        return torch.equal(logits, seen["output"].to(logits.dtype)) and torch.allclose(seen["input"], hidden, rtol=1e-4)
+        expected = (seen["output"] / scale).to(logits.dtype)
+        return torch.equal(logits, expected) and torch.allclose(seen["input"], hidden, rtol=1e-4)
     except Exception:  # an output or a base model of another form
         return False
     finally:

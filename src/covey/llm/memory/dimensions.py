@@ -17,7 +17,7 @@ from covey.config.files import user_path
 from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_model
 from covey.llm.generation.decoder import linear_layers, token_bytes, weights_of
 from covey.llm.generation.graph_decoder import rows_of_tile
-from covey.llm.model.architecture import Heads, is_llama_like
+from covey.llm.model.architecture import GPU_FEATURES, Heads, is_llama_like, obstacle
 from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config
 from covey.llm.model.lora import adaptable_paths, quantizable_layers
@@ -60,8 +60,10 @@ class Dimensions:
     is_tied: bool  # the output layer shares the embedding's weights
     has_rms_norm: bool  # computed in fp32, which keeps more than torch's own LayerNorm
     has_head_norms: bool  # queries and keys are normalised too
+    has_output_norms: bool  # and what attention and MLP add
     prepacked_parameters: int  # weights that decoding on a CPU copies (prepacks)
     has_kernels: bool  # covey's kernels support the model on a CPU
+    has_gpu_kernels: bool  # and on a GPU
     architecture: str  # class name of the model
     linear: tuple[LinearShape, ...]
     quantizable: tuple[int, ...]  # numbers of weights of the layers that may be in 4 bits
@@ -84,6 +86,10 @@ class Dimensions:
     def rows_of_tile(self) -> int:
         """Number of rows that read the keys of their prompt together in covey's kernels for GPUs."""
         return rows_of_tile(self.attention_heads)
+
+    def kernels_on(self, device: str) -> bool:
+        """Whether covey's kernels support the model on "cpu" or "cuda"."""
+        return self.has_kernels if device == "cpu" else self.has_gpu_kernels
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values of one token, of `itemsize` bytes each."""
@@ -132,8 +138,10 @@ def _dimensions(config: PreTrainedConfig, module: PreTrainedModel) -> Dimensions
         is_tied=head is not None and head.weight is module.get_input_embeddings().weight,
         has_rms_norm=any("RMSNorm" in type(part).__name__ for part in module.modules()),
         has_head_norms="q_norm" in names,
+        has_output_norms="post_feedforward_layernorm" in names,
         prepacked_parameters=weights_of(linear_layers(module)),
         has_kernels=is_llama_like(module),
+        has_gpu_kernels=not obstacle(module, GPU_FEATURES),
         architecture=type(module).__name__,
         linear=tuple(_linear_shape(module, path) for path in adaptable_paths(module)),
         quantizable=tuple(layer.weight.numel() for layer in quantizable_layers(module).values()),

@@ -102,7 +102,7 @@ def predict(
     )
     prompts, rows = largest_microbatch(config, prompt_tokens, ranks)
     decisions, fed = rows * config.rollout_limit, config.rollout_limit - 1
-    fused, recomputed = size.has_kernels and has_kernels, config.update.recompute
+    fused, recomputed = has_kernels and size.kernels_on(device), config.update.recompute
     activations = activation_bytes(size, width, prompts, rows, prompt_tokens, fed, fused=fused, recomputed=recomputed)
     tokens = prompts * prompt_tokens + rows * fed
     activations += activation_change(size, config, tokens, width, fused=fused, recomputed=recomputed)
@@ -218,8 +218,9 @@ def activation_bytes(
     heads, tokens = size.attention_heads, prompts * prompt_tokens + rows * fed
     if fused:
         layer = tokens * fused_layers.kept_bytes(
-            heads, size.hidden, size.intermediate, width, has_head_norms=size.has_head_norms
-        )
+            heads, size.hidden, size.intermediate, width,
+            has_head_norms=size.has_head_norms, has_output_norms=size.has_output_norms,
+        )  # fmt: skip
         norm = fused_layers.residual_norm_bytes(size.hidden)
     else:
         layer = tokens * layer_bytes(size, width)
@@ -299,7 +300,7 @@ def _sampling(
     if native and device == "cuda":
         keys_and_values = on_gpu.keys_and_values(rows, config.rollout_limit, prompts, prompt_tokens)
         prefill, logits = on_gpu.prefill(prompts, prompt_tokens), on_gpu.step(rows)
-        copies = on_gpu.copies(math.inf if room is None else room - keys_and_values)
+        copies = on_gpu.copies(math.inf if room is None else room)
     else:
         shape = token, rows, config.rollout_limit, prompts, prompt_tokens
         copies, prefill = decoder.copy_bytes(size.prepacked_parameters, width, device), 0

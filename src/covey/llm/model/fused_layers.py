@@ -17,34 +17,48 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
-from covey.llm.model.architecture import Heads
+from covey.llm.model.architecture import (
+    FAMILIES,
+    AttentionRule,
+    Family,
+    Heads,
+    gate_up_of,
+    is_gelu,
+    norm_epsilon,
+    norm_scale,
+    qkv_of,
+    residual_scale,
+)
 from covey.llm.model.lora import base_of, factors_of
-from covey.llm.model.nf4 import NF4Linear
+from covey.llm.model.nf4 import NF4Linear, stored
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
 
 
-def fuse(module: nn.Module, kernels: KernelSet) -> None:
+def fuse(module: PreTrainedModel, kernels: KernelSet) -> None:
     """Replace the `forward` of the layers of `module` by functions that use the kernels. Weights and names stay. Layers
     whose `forward` was replaced already keep theirs.
 
-    Only for models that are `is_llama_like`. The modules' own `forward` runs if no kernels support the dtype or device
-    of an input.
+    Only for models without an `obstacle` for the kernels. The modules' own `forward` runs if no kernels support the
+    dtype or device of an input.
     """
+    family = FAMILIES[module.config.get_text_config().model_type]
     for part in module.modules():
         if "forward" not in vars(part) and (forward := _forward_of(part)):
-            part.forward = MethodType(partial(forward, kernels=kernels), part)  # type: ignore[method-assign]
+            forward = partial(forward, kernels=kernels, family=family)
+            part.forward = MethodType(forward, part)  # type: ignore[method-assign]
 
 
 def _forward_of(part: nn.Module) -> Any:
     if type(part).__name__.endswith("RMSNorm"):
         return _norm_forward
     for names, forward in (
-        (("gate_proj", "up_proj", "down_proj"), _mlp_forward),
-        (("q_proj", "k_proj", "v_proj", "o_proj"), _attention_forward),
-        (("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"), _layer_forward),
+        (("down_proj",), _mlp_forward),
+        (("o_proj",), _attention_forward),
+        (("self_attn", "mlp"), _layer_forward),
     ):
         if all(hasattr(part, name) for name in names):
             return forward
@@ -59,51 +73,71 @@ class PendingResidual(NamedTuple):
 
 
 def _layer_forward(
-    layer: Any, hidden_states: Tensor | PendingResidual, *, kernels: KernelSet, **kwargs: Any
+    layer: Any, hidden_states: Tensor | PendingResidual, *, kernels: KernelSet, family: Family, **kwargs: Any
 ) -> Tensor | PendingResidual:
     total, added = hidden_states if isinstance(hidden_states, PendingResidual) else (hidden_states, None)
-    native = _kernels_of(layer.input_layernorm, total, kernels)
-    if native is None:
+    weight = layer.post_attention_layernorm.weight
+    native = kernels.of(weight)
+    if native is None or total.dtype not in (weight.dtype, torch.float32):
         own: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
         return own
-    total, normed = _add_and_normalise(total, added, layer.input_layernorm, native)
+
+    def added_by(x: Tensor, norm: str | None) -> Tensor:
+        x = x if norm is None else getattr(layer, norm)(x)
+        return x if (scale := residual_scale(layer)) == 1.0 else x * scale
+
+    total, normed = _add_and_normalise(total, added, layer, family.before_attention, family, native)
     attended, _ = layer.self_attn(hidden_states=normed, **kwargs)
-    total, normed = _add_and_normalise(total, attended, layer.post_attention_layernorm, native)
-    added = layer.mlp(normed)
+    added = added_by(attended, family.after_attention)
+    total, normed = _add_and_normalise(total, added, layer, family.before_mlp, family, native)
+    added = added_by(layer.mlp(normed), family.after_mlp)
     if "layout" in kwargs:
         return PendingResidual(total, added)
     return total + added  # other callers of the model may read the hidden states between the layers
 
 
-def _norm_forward(norm: Any, x: Tensor | PendingResidual, *, kernels: KernelSet) -> Tensor:
+def _norm_forward(norm: Any, x: Tensor | PendingResidual, *, kernels: KernelSet, family: Family) -> Tensor:
     total, added = x if isinstance(x, PendingResidual) else (x, None)
-    native = _kernels_of(norm, total, kernels)
+    native = kernels.of(norm.weight) if total.dtype in (norm.weight.dtype, torch.float32) else None
     if native is None:
         return type(norm).forward(norm, x)
+    scale_W, epsilon = norm_scale(norm, family.offset), norm_epsilon(norm)
     if added is None and total.dtype == native.dtype:
-        return _Norm.apply(total.contiguous(), norm.weight, norm.variance_epsilon, native)
-    return _add_and_normalise(total, added, norm, native)[1]
+        return _Norm.apply(total.contiguous(), scale_W, epsilon, native)
+    return _AddNorm.apply(total.float().contiguous(), _contiguous(added), scale_W, epsilon, native)[1]
 
 
-def _kernels_of(norm: Any, x: Tensor, kernels: KernelSet) -> Kernels | None:
-    """The kernels for an RMSNorm whose input has the dtype of the weights or fp32; None for other inputs."""
-    fits = x.dtype in (norm.weight.dtype, torch.float32)
-    return kernels.of(norm.weight) if fits else None
+def _add_and_normalise(
+    total: Tensor, added: Tensor | None, layer: Any, name: str | None, family: Family, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """total + added in fp32, and its RMSNorm in the dtype of the weights; without a norm, what is rounded to it."""
+    if name is None:
+        total = total.float() if added is None else total.float() + added
+        return total, total.to(kernels.dtype)
+    norm = getattr(layer, name)
+    scale_W = norm_scale(norm, family.offset)
+    return _AddNorm.apply(total.float().contiguous(), _contiguous(added), scale_W, norm_epsilon(norm), kernels)
 
 
-def _add_and_normalise(total: Tensor, added: Tensor | None, norm: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """total + added in fp32, and its RMSNorm in the dtype of the weights."""
-    added = None if added is None else added.contiguous()
-    return _AddNorm.apply(total.float().contiguous(), added, norm.weight, norm.variance_epsilon, kernels)
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
-def _mlp_forward(mlp: Any, x: Tensor, *, kernels: KernelSet) -> Tensor:
-    native = kernels.of(x)
-    if native is None or _dtype_of(mlp.gate_proj) != x.dtype:
+def _mlp_forward(mlp: Any, x: Tensor, *, kernels: KernelSet, family: Family) -> Tensor:
+    native, layers = kernels.of(x), gate_up_of(mlp)
+    if native is None or stored(base_of(layers[0])).dtype != x.dtype:
         return type(mlp).forward(mlp, x)
-    gated = _Gate.apply(*_products(x.flatten(0, -2), native, mlp.gate_proj, mlp.up_proj), native)
-    (out,) = _products(gated, native, mlp.down_proj)
+    gate, up = _parts(_products(x.flatten(0, -2), native, *layers), 2)
+    (out,) = _products(_Gate.apply(gate, up, native, is_gelu(mlp.config)), native, mlp.down_proj)
     return out.view_as(x)
+
+
+def _parts(products: tuple[Tensor, ...], *sizes: int) -> tuple[Tensor, ...]:
+    """The results of one linear layer for each, or the parts of a joined one; one size: the number of equal parts."""
+    if len(products) > 1:
+        return products
+    parts = products[0].chunk(sizes[0], dim=1) if len(sizes) == 1 else products[0].split(sizes, dim=1)
+    return tuple(part.contiguous() for part in parts)
 
 
 def _attention_forward(
@@ -112,32 +146,38 @@ def _attention_forward(
     position_embeddings: tuple[Tensor, Tensor],
     *,
     kernels: KernelSet,
+    family: Family,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     angles = tuple(part.to(hidden_states.dtype) for part in position_embeddings)
-    layout = kwargs.get("layout")
+    layout, layers = kwargs.get("layout"), qkv_of(attention)
     native = kernels.of(hidden_states)
-    if native is None or not isinstance(layout, PackedLayout) or _dtype_of(attention.q_proj) != hidden_states.dtype:
+    if (
+        native is None
+        or not isinstance(layout, PackedLayout)
+        or stored(base_of(layers[0])).dtype != hidden_states.dtype
+    ):
         return type(attention).forward(attention, hidden_states, angles, **kwargs)
-    x_NW = hidden_states[0]
-    query, key, value = _products(x_NW, native, attention.q_proj, attention.k_proj, attention.v_proj)
+    x_NW, rule, width = hidden_states[0], AttentionRule.of(attention), attention.head_dim
+    heads = attention.config.num_attention_heads, *[attention.config.num_key_value_heads] * 2
+    query, key, value = _parts(_products(x_NW, native, *layers), *(count * width for count in heads))
     if hasattr(attention, "q_norm"):
-        query = attention.q_norm(query.unflatten(1, (-1, attention.head_dim))).flatten(1)
-        key = attention.k_norm(key.unflatten(1, (-1, attention.head_dim))).flatten(1)
+        query, key = (_normed(x, norm) for x, norm in ((query, attention.q_norm), (key, attention.k_norm)))
+    if not rule.rotates:
+        angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     angles_ND = cosine_ND, sine_ND = tuple(part[0].contiguous() for part in angles)
     if layout.stores_prompts:
-        key_KND, value_KND = (part.unflatten(1, (-1, attention.head_dim)).transpose(0, 1) for part in (key, value))
+        key_KND, value_KND = (part.unflatten(1, (-1, width)).transpose(0, 1) for part in (key, value))
         exact_KND = key_KND.float()
         rotated_KND = (exact_KND * cosine_ND + rotate_half(exact_KND) * sine_ND).to(key.dtype)
         layout.store_prompt_kv(attention.layer_idx, *(layout.pad_prompts(part) for part in (rotated_KND, value_KND)))
-    out = Attention.apply(query, key, value, angles_ND, layout.sequences, attention.scaling, native)
+    out = Attention.apply(query, key, value, angles_ND, layout.sequences, rule, native)
     return _products(out, native, attention.o_proj)[0][None], None
 
 
-def _dtype_of(layer: nn.Module) -> torch.dtype:
-    base = base_of(layer)
-    one: Tensor = base.like if isinstance(base, NF4Linear) else base.weight
-    return one.dtype
+def _normed(x_NX: Tensor, norm: Any) -> Tensor:
+    """The norm of every head, or of all together if its weight is so wide."""
+    return norm(x_NX.unflatten(1, (-1, len(norm.weight)))).flatten(1)
 
 
 def _products(x_NW: Tensor, kernels: Kernels, *layers: nn.Linear) -> tuple[Tensor, ...]:
@@ -235,7 +275,8 @@ def _whole(frozen_MN: Tensor | None, quantized: NF4Linear | None) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention over a prefix tree with rotary embeddings (arXiv 2104.09864): softmax(q k' scaling) v.
+    """Causal attention over a prefix tree with rotary embeddings (arXiv 2104.09864): softmax(q k' scaling) v, by
+    the rule of the layer.
 
     q_NX, k_NY, v_NY and the result have the heads of a token side by side, as the linear layers return them. The
     backward pass needs these and one logsumexp per query and head.
@@ -249,7 +290,7 @@ class Attention(torch.autograd.Function):
         v_NY: Tensor,
         angles_ND: tuple[Tensor, Tensor],
         sequences_S3: Tensor,
-        scaling: float,
+        rule: AttentionRule,
         kernels: Kernels,
     ) -> Tensor:
         tokens, width = angles_ND[0].shape
@@ -257,7 +298,7 @@ class Attention(torch.autograd.Function):
         logsumexp = q_NX.new_empty(tokens, q_NX.shape[1] // width, dtype=torch.float32)
         ctx.save_for_backward(q_NX, k_NY, v_NY, out, logsumexp)
         ctx.attend = partial(
-            kernels.prefix_attention, sequences_S3, width, scaling, cosine=angles_ND[0], sine=angles_ND[1]
+            kernels.prefix_attention, sequences_S3, width, rule, cosine=angles_ND[0], sine=angles_ND[1]
         )
         ctx.attend(query=q_NX, key=k_NY, value=v_NY, out=out, logsumexp=logsumexp)
         return out
@@ -279,7 +320,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
         total = hidden.view_as(hidden) if added is None else torch.empty_like(hidden)
-        out, scales = torch.empty_like(hidden, dtype=weight.dtype), hidden.new_empty(hidden.shape[:-1])
+        out, scales = torch.empty_like(hidden, dtype=kernels.dtype), hidden.new_empty(hidden.shape[:-1])
         kernels.add_rmsnorm(hidden, added, weight, epsilon, total, out, scales)
         ctx.save_for_backward(total, weight, scales)
         ctx.kernels, ctx.adds = kernels, added is not None
@@ -290,7 +331,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, past: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, weight, scales = ctx.saved_tensors
         if d is None:
-            d = torch.zeros_like(total, dtype=weight.dtype)
+            d = torch.zeros_like(total, dtype=ctx.kernels.dtype)
         past = None if past is None else past.contiguous()
         dtotal, dadded, dweight = ctx.kernels.add_rmsnorm_backward(
             total, weight, scales, d.contiguous(), past, ctx.adds
@@ -316,24 +357,28 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """SwiGLU (arXiv 2002.05202, eq. 6): silu(gate) * up."""
+    """SwiGLU (arXiv 2002.05202, eq. 6): silu(gate) * up; or GEGLU, with GELU's approximation by tanh."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Any, is_gelu: bool) -> Tensor:
         out = torch.empty_like(gate)
-        kernels.swiglu(gate.flatten(0, -2), up.flatten(0, -2), out.flatten(0, -2))
+        compute = kernels.geglu if is_gelu else kernels.swiglu
+        compute(gate.flatten(0, -2), up.flatten(0, -2), out.flatten(0, -2))
         ctx.save_for_backward(gate, up)
-        ctx.kernels = kernels
+        ctx.kernels, ctx.is_gelu = kernels, is_gelu
         return out
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        dgate, dup = ctx.kernels.swiglu_backward(gate, up, d.contiguous())
-        return dgate, dup, None
+        compute = ctx.kernels.geglu_backward if ctx.is_gelu else ctx.kernels.swiglu_backward
+        dgate, dup = compute(gate, up, d.contiguous())
+        return dgate, dup, None, None
 
 
-def kept_bytes(heads: Heads, hidden: int, intermediate: int, itemsize: int, *, has_head_norms: bool) -> int:
+def kept_bytes(
+    heads: Heads, hidden: int, intermediate: int, itemsize: int, *, has_head_norms: bool, has_output_norms: bool
+) -> int:
     """Bytes that autograd keeps of one token in one layer.
 
     Args:
@@ -341,8 +386,10 @@ def kept_bytes(heads: Heads, hidden: int, intermediate: int, itemsize: int, *, h
         hidden, intermediate: widths of the residual stream and of the MLP.
         itemsize: bytes of an activation and of a weight.
         has_head_norms: whether queries and keys are normalised, as in Qwen3.
+        has_output_norms: whether what a layer adds is normalised, as in Gemma 3.
     """
     norms = 2 * (residual_norm_bytes(hidden) + hidden * itemsize)  # and the result of each, for the next products
+    norms += 2 * (hidden * itemsize + 4) if has_output_norms else 0
     query, key_value = heads.queries * heads.width, heads.keys * heads.width
     attention = 2 * (query + key_value) * itemsize + 4 * heads.queries  # q, k, v, out and logsumexp
     head_norms = (query + key_value) * itemsize + 4 * (heads.queries + heads.keys)  # inputs and 1 / rms

@@ -70,6 +70,11 @@ class NF4Linear(nn.Linear):
         return layer
 
 
+def stored(layer: nn.Linear) -> Tensor:
+    """A tensor with the dtype and device of a layer's weight, which is not computed."""
+    return layer.like if isinstance(layer, NF4Linear) else layer.weight
+
+
 class _Product(torch.autograd.Function):
     """x W' + b. The backward pass computes W again, and has a gradient of x alone."""
 

@@ -14,7 +14,9 @@ D head width.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, takewhile
@@ -33,6 +35,20 @@ IMPLEMENTATION = "covey"
 
 # Up to this number of attention scores per layer, plain matrix products are faster than fused attention; at most 32 MB.
 SCORES_LIMIT = 8 << 20
+
+
+# Whether attention with a window writes out all scores: in a trial of a model that kernels compute later.
+_ALL_SCORES: ContextVar[bool] = ContextVar("all_scores", default=False)
+
+
+@contextmanager
+def all_scores(wanted: bool) -> Iterator[None]:
+    """Context manager in which packed rows may have attention with a window, if `wanted`."""
+    token = _ALL_SCORES.set(wanted)
+    try:
+        yield
+    finally:
+        _ALL_SCORES.reset(token)
 
 
 class UnsupportedAttentionError(NotImplementedError):
@@ -59,12 +75,15 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    if window and not cap and _ALL_SCORES.get() and isinstance(layout, PackedLayout):
+        return layout.attend_by_scores(module.layer_idx, query[0], key[0], value[0], scale, window)[None], None  # type: ignore[arg-type]
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(name)
     if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.numel() != 1):
         raise UnsupportedAttentionError("a mask that the model adds to, perhaps what it learns")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return layout.attend(layer, query[0], key[0], value[0], scale)[None], None
 
@@ -211,6 +230,32 @@ class PackedLayout:
         attend = self._attend_by_products if by_products else self._attend_fused
         out.append(self.completions.unpad(attend(query_HRLD, key_KSPD, value_KSPD, *own_KRLD, scaling)))
         return torch.cat(out)
+
+    @cached_property
+    def seen_NN(self) -> Tensor:
+        """True where a token attends to another one, if there is no window."""
+        rows = self.sequences.tolist()
+        seen_NN = torch.zeros(len(self.tokens), len(self.tokens), dtype=torch.bool)
+        for first, length, parent in rows:
+            own = slice(first, first + length)
+            seen_NN[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
+            while parent >= 0:
+                begin, others, grandparent = rows[parent]
+                seen_NN[own, begin : begin + others] = True
+                parent = grandparent
+        return seen_NN.to(self.device)
+
+    def attend_by_scores(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
+    ) -> Tensor:
+        """As `attend`, of few tokens, each of which attends to the last `window` tokens."""
+        split = self.common + self.prompt_suffixes.tokens
+        self.store_prompt_kv(layer, self.pad_prompts(key[:, :split]), self.pad_prompts(value[:, :split]))
+        key, value = (_repeat(part, len(query)) for part in (key, value))
+        scores_HNN = (query @ key.transpose(1, 2) * scaling).to(torch.promote_types(query.dtype, torch.float32))
+        near_NN = self.positions[:, None] - self.positions < window
+        weights_HNN = scores_HNN.masked_fill(~(self.seen_NN & near_NN), -torch.inf).softmax(dim=2)
+        return (weights_HNN.to(value.dtype) @ value).transpose(0, 1)
 
     def pad_prompts(self, flat: Tensor) -> Tensor:
         """[K, common prefix and suffixes, D] -> [K, S, P, D], 0 at padding."""

@@ -28,6 +28,7 @@ from covey.llm.native.variants import VARIANTS
 from covey.runtime.device import cpu_info
 
 if TYPE_CHECKING:  # Triton may not be installed
+    from covey.llm.model.architecture import AttentionRule, Feature
     from covey.llm.native.triton_kernels import TritonKernels
 
 PAD = 32  # `PAD` in simd.h: the KV cache and prepacked weights are padded to multiples of it
@@ -149,6 +150,8 @@ class Kernels:
     and `dtype` is bf16.
     """
 
+    features: frozenset[Feature] = frozenset()  # that layers may have and Llama's have not
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self._library = dtype, library
         self._entries = EntryPoints(library, dtype)
@@ -262,13 +265,13 @@ class Kernels:
         )  # fmt: skip
         self._entries.weight_gradients(ctypes.byref(args))
 
-    def prefix_attention(self, sequences_S3: Tensor, head_dim: int, scaling: float, **tensors: Tensor) -> None:
+    def prefix_attention(self, sequences_S3: Tensor, head_dim: int, rule: AttentionRule, **tensors: Tensor) -> None:
         """Causal attention over a prefix tree, or its gradients if `dout` is given.
 
         Args:
             sequences_S3: first token, length and parent (-1: none) of each sequence, int32, in depth-first order.
             head_dim: width of a head.
-            scaling: of the scores.
+            rule: its scaling of the scores.
             tensors: by their names in `PrefixAttentionArgs`: query, key, value, cosine, sine, out and logsumexp (fp32),
                 for the gradients also dout, dquery, dkey and dvalue. Shapes are in prefix_tree.h.
         """
@@ -276,7 +279,7 @@ class Kernels:
         args = PrefixAttentionArgs(
             **{name: tensor.data_ptr() for name, tensor in tensors.items()}, sequences=sequences_S3.data_ptr(),
             sequence_count=len(sequences_S3), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            threads=torch.get_num_threads(), scaling=scaling,
+            threads=torch.get_num_threads(), scaling=rule.scaling,
         )  # fmt: skip
         self._entries.prefix_attention(ctypes.byref(args))
 

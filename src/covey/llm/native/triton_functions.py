@@ -53,24 +53,35 @@ def rmsnorm_backward(
 
 
 @triton.jit
-def swiglu(gate, up, out, stride, width, BLOCK: tl.constexpr):
+def gate_of(g, GELU: tl.constexpr):
+    """The share of g that the activation lets through, and the slope of g times it: SiLU, or GELU by tanh."""
+    # (1 + tanh(x)) / 2 = sigmoid(2 x)
+    angle = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
+    share = tl.sigmoid(angle)
+    slope = 1.5957691216057308 * (1 + 0.134145 * g * g) if GELU else 1.0
+    return share, share * (1 + g * (1 - share) * slope)
+
+
+@triton.jit
+def gated(gate, up, out, stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.load(gate + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, g * tl.sigmoid(g) * u, mask=inside)
+    share, _ = gate_of(g, GELU)
+    tl.store(out + row * width + column, g * share * u, mask=inside)
 
 
 @triton.jit
-def swiglu_backward(gate, up, dout, dgate, dup, count, BLOCK: tl.constexpr):
+def gated_backward(gate, up, dout, dgate, dup, count, BLOCK: tl.constexpr, GELU: tl.constexpr):
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = here < count
     g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dout + here, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(g)
+    share, slope = gate_of(g, GELU)
     tl.store(dup + here, d * g * share, mask=inside)
-    tl.store(dgate + here, d * u * share * (1 + g * (1 - share)), mask=inside)
+    tl.store(dgate + here, d * u * slope, mask=inside)
 
 
 @triton.jit
@@ -108,41 +119,58 @@ def rows_of(x, token, head, inside, HEADS: tl.constexpr, D: tl.constexpr, WIDTH:
 
 @triton.jit
 def tile_of(tiles, sequences):
-    """The sequence of this program's tile, the tile's begin in it, and the sequence's first token and length."""
+    """The sequence of this program's tile, the tile's begin in it, and the sequence's first token, length and number of
+    tokens before it."""
     tile = tl.program_id(0)
     sequence, begin = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    return sequence, begin, tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    of_it = sequences + 5 * sequence
+    return sequence, begin, tl.load(of_it), tl.load(of_it + 1), tl.load(of_it + 4)
 
 
 @triton.jit
 def parent_of(sequences, sequence):
-    """The parent of a sequence, negative without one, and its first token and length."""
-    parent = tl.load(sequences + 4 * sequence + 2)
-    known = tl.maximum(parent, 0)
-    return parent, tl.load(sequences + 4 * known), tl.load(sequences + 4 * known + 1)
+    """The parent of a sequence, negative without one, and its first token, length and number of tokens before it."""
+    parent = tl.load(sequences + 5 * sequence + 2)
+    known = sequences + 5 * tl.maximum(parent, 0)
+    return parent, tl.load(known), tl.load(known + 1), tl.load(known + 4)
+
+
+@triton.jit
+def first_seen(least, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token of the first tile with a key that a query at this place, or one after it, attends to."""
+    return tl.maximum(least - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+
+
+@triton.jit
+def within(seen, query, key, WINDOW: tl.constexpr):
+    """`seen` without the pairs whose key is too far before the query; places count from the same token."""
+    return seen & (query - key < WINDOW) if WINDOW else seen
 
 
 @triton.jit
 def attend(
     query, key, value, out, logsumexp, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    sequence, begin, first, length = tile_of(tiles, sequences)
+    sequence, begin, first, length, before = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)  # in the sequence
-    inside = place < length
+    inside, asking = place < length, before + place
     q = rows_of(query, first + place, head, inside, HEADS, D, WIDTH)
-    top = tl.full([TILE], float("-inf"), tl.float32)
+    top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     attended = tl.zeros([TILE, WIDTH], tl.float32)
-    token, end, last = first, tl.minimum(begin + TILE, length), place  # last: the last key of each query
+    token, end, skipped = first, tl.minimum(begin + TILE, length), before
+    last = place  # the last key of each query
     while sequence >= 0:
-        for start in range(0, end, TILE):
+        for start in range(first_seen(before + begin - skipped, TILE, WINDOW), end, TILE):
             column = start + tl.arange(0, TILE)
             k = rows_of(key, token + column, head // GROUP, column < end, HEADS // GROUP, D, WIDTH)
             scores = product(q, tl.trans(k), EXACT) * scaling
-            scores = tl.where((column[None, :] <= last[:, None]) & (column < end)[None, :], scores, float("-inf"))
+            seen = (column[None, :] <= last[:, None]) & (column < end)[None, :]
+            seen = within(seen, asking[:, None], (skipped + column)[None, :], WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp(scores - higher[:, None])
             shrunk = tl.exp(top - higher)
@@ -150,8 +178,9 @@ def attend(
             attended = attended * shrunk[:, None] + product(weights.to(v.dtype), v, EXACT)
             total = total * shrunk + tl.sum(weights, axis=1)
             top = higher
-        sequence, token, end = parent_of(sequences, sequence)
+        sequence, token, end, skipped = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
+    total = tl.maximum(total, 1e-30)  # past the end of the sequence a window may have no key
     column = tl.arange(0, WIDTH)
     row = (first + place).to(tl.int64) * HEADS + head
     tl.store(
@@ -173,29 +202,31 @@ def row_products(a, b, out, D: tl.constexpr, WIDTH: tl.constexpr):
 def attend_dquery(
     query, key, value, dout, logsumexp, delta, dquery, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    sequence, begin, first, length = tile_of(tiles, sequences)
+    sequence, begin, first, length, before = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)
-    inside = place < length
+    inside, asking = place < length, before + place
     row = (first + place).to(tl.int64) * HEADS + head
     q = rows_of(query, first + place, head, inside, HEADS, D, WIDTH)
     d = rows_of(dout, first + place, head, inside, HEADS, D, WIDTH)
     log_total = tl.load(logsumexp + row, mask=inside, other=0.0)
     mean = tl.load(delta + row, mask=inside, other=0.0)
     gradient = tl.zeros([TILE, WIDTH], tl.float32)
-    token, end, last = first, tl.minimum(begin + TILE, length), place
+    token, end, last, skipped = first, tl.minimum(begin + TILE, length), place, before
     while sequence >= 0:
-        for start in range(0, end, TILE):
+        for start in range(first_seen(before + begin - skipped, TILE, WINDOW), end, TILE):
             column = start + tl.arange(0, TILE)
             k = rows_of(key, token + column, head // GROUP, column < end, HEADS // GROUP, D, WIDTH)
             v = rows_of(value, token + column, head // GROUP, column < end, HEADS // GROUP, D, WIDTH)
             seen = (column[None, :] <= last[:, None]) & (column < end)[None, :] & inside[:, None]
-            weights = tl.exp(tl.where(seen, product(q, tl.trans(k), EXACT) * scaling - log_total[:, None], -1e30))
+            seen = within(seen, asking[:, None], (skipped + column)[None, :], WINDOW)
+            scores = product(q, tl.trans(k), EXACT) * scaling
+            weights = tl.exp(tl.where(seen, scores - log_total[:, None], -1e30))
             slope = weights * (product(d, tl.trans(v), EXACT) - mean[:, None])
             gradient += product(slope.to(k.dtype), k, EXACT)
-        sequence, token, end = parent_of(sequences, sequence)
+        sequence, token, end, skipped = parent_of(sequences, sequence)
         last = end + tl.zeros([TILE], tl.int32)
     column = tl.arange(0, WIDTH)
     tl.store(
@@ -207,21 +238,26 @@ def attend_dquery(
 def attend_dkey(
     query, key, value, dout, logsumexp, delta, dkey, dvalue, sequences, tiles, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
-    own, begin, first, length = tile_of(tiles, sequences)
+    own, begin, first, length, before = tile_of(tiles, sequences)
     place = begin + tl.arange(0, TILE)  # of the keys
     inside = place < length
     k = rows_of(key, first + place, kv_head, inside, HEADS // GROUP, D, WIDTH)
     v = rows_of(value, first + place, kv_head, inside, HEADS // GROUP, D, WIDTH)
     dk, dv = tl.zeros([TILE, WIDTH], tl.float32), tl.zeros([TILE, WIDTH], tl.float32)
-    for sequence in range(own, tl.load(sequences + 4 * own + 3)):  # itself and its descendants
-        token, count = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
-        for start in range(tl.where(sequence == own, begin, 0), count, TILE):
+    for sequence in range(own, tl.load(sequences + 5 * own + 3)):  # itself and its descendants
+        of_it = sequences + 5 * sequence
+        token, count, skipped = tl.load(of_it), tl.load(of_it + 1), tl.load(of_it + 4)
+        end = count
+        if WINDOW:  # the last query to which a key of the tile is near enough
+            end = tl.minimum(count, before + begin + TILE - 1 + WINDOW - skipped)
+        for start in range(tl.where(sequence == own, begin, 0), end, TILE):
             asking = start + tl.arange(0, TILE)
             there = asking < count
             seen = inside[:, None] & there[None, :] & ((sequence != own) | (place[:, None] <= asking[None, :]))
+            seen = within(seen, (skipped + asking)[None, :], (before + place)[:, None], WINDOW)
             for member in range(GROUP):
                 head = kv_head * GROUP + member
                 row = (token + asking).to(tl.int64) * HEADS + head
@@ -229,8 +265,8 @@ def attend_dkey(
                 d = rows_of(dout, token + asking, head, there, HEADS, D, WIDTH)
                 log_total = tl.load(logsumexp + row, mask=there, other=0.0)
                 mean = tl.load(delta + row, mask=there, other=0.0)
-                scores = product(k, tl.trans(q), EXACT) * scaling - log_total[None, :]
-                weights = tl.exp(tl.where(seen, scores, -1e30))
+                scores = product(k, tl.trans(q), EXACT) * scaling
+                weights = tl.exp(tl.where(seen, scores - log_total[None, :], -1e30))
                 dv += product(weights.to(d.dtype), d, EXACT)
                 slope = weights * (product(v, tl.trans(d), EXACT) - mean[None, :])
                 dk += product(slope.to(q.dtype), q, EXACT)
@@ -282,18 +318,21 @@ def append(
 
 @triton.jit
 def attend_part(
-    q, keys, values, begin, end, scaling,
+    q, asking, keys, values, begin, end, scaling,
     QUERIES: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [QUERIES, WIDTH] to the tokens begin to end of [tokens, D], and its logsumexp."""
+    """Attention of q [QUERIES, WIDTH] to the tokens begin to end of [tokens, D], and its logsumexp; `asking` are the
+    places of the queries, counted from the same token."""
     top = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     attended = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for start in range(begin, end, TILE):
+    for start in range(tl.maximum(begin, first_seen(tl.min(asking, axis=0), TILE, WINDOW)), end, TILE):
         token = start + tl.arange(0, TILE)
         k = rows_of(keys, token, 0, token < end, 1, D, WIDTH)
         v = rows_of(values, token, 0, token < end, 1, D, WIDTH)
-        scores = tl.where((token < end)[None, :], product(q, tl.trans(k), EXACT) * scaling, float("-inf"))
+        seen = within((token < end)[None, :], asking[:, None], token[None, :], WINDOW)
+        scores = tl.where(seen, product(q, tl.trans(k), EXACT) * scaling, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         weights, shrunk = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
         attended = attended * shrunk[:, None] + product(weights.to(v.dtype), v, EXACT)
@@ -316,9 +355,9 @@ def store_part(
 
 @triton.jit(do_not_specialize=["rows", "layer"])  # else it is compiled for each kind of number
 def attend_prompts(
-    query, prompt_keys, prompt_values, prompt_lengths, own_keys, parts, logsumexp, tiles, rows, layer, scaling,
+    query, prompt_keys, prompt_values, prompt_lengths, decoded, own_keys, parts, logsumexp, tiles, rows, layer, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lead = tl.load(tiles + tile * ROWS)
@@ -331,9 +370,14 @@ def attend_prompts(
         of_layer = (layer * (HEADS // GROUP) + kv_head).to(tl.int64) * length * D
         keys = tl.load(prompt_keys + lead).to(own_keys.dtype) + of_layer
         values = tl.load(prompt_values + lead).to(own_keys.dtype) + of_layer
+        if D % 8 == 0:  # else the compiler does not know that 16 bytes can be read at once
+            keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+        asking = length + tl.load(decoded + row, mask=row >= 0, other=1 << 30)
         share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
         begin, end = part * share, tl.minimum((part + 1) * share, length)
-        attended, log_total = attend_part(q, keys, values, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT)
+        attended, log_total = attend_part(
+            q, asking, keys, values, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW
+        )
         store_part(attended, log_total, parts, logsumexp, part, rows, row, head, row >= 0, HEADS, D, WIDTH)
 
 
@@ -341,7 +385,7 @@ def attend_prompts(
 def attend_own(
     query, own_keys, own_values, slots, decoded, parts, logsumexp, prompt_parts, capacity, scaling,
     D: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, QUERIES: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.arange(0, QUERIES)
@@ -351,8 +395,9 @@ def attend_own(
     length = tl.load(decoded + row) + 1
     share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
     begin, end = part * share, tl.minimum((part + 1) * share, length)
+    asking = length - 1 + tl.zeros([QUERIES], tl.int32)
     attended, log_total = attend_part(
-        q, own_keys + own, own_values + own, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT
+        q, asking, own_keys + own, own_values + own, begin, end, scaling, QUERIES, D, TILE, WIDTH, EXACT, WINDOW
     )
     store_part(
         attended, log_total, parts, logsumexp, prompt_parts + part, tl.num_programs(0), row, head, inside,
@@ -397,6 +442,7 @@ def draw(logits, uniforms, sums, tokens, logprobs, vocabulary, blocks, temperatu
         mass = tl.sum(tl.exp(z - highest).to(tl.float64), axis=0)
         tl.store(sums + block, mass)
         total += mass
+    tl.debug_barrier()  # every thread reads the sums that one has written
     wanted = tl.load(uniforms + row) * total
     chosen, before, upto = 0, total * 0, total * 0
     for block in range(blocks):  # the first block in which the sum exceeds the wanted one; else the last with a mass

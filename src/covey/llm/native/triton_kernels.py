@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.llama.modeling_llama import rotate_half
 
+from covey.llm.model.architecture import GPU_FEATURES, AttentionRule
 from covey.llm.native import triton_functions as gpu
 
 TILE = 64  # tokens of a tile of queries or keys, with heads of up to 256 bytes; wider ones have half as many
@@ -49,7 +51,6 @@ class DecodedRows:
     sine: Tensor
     parts: tuple[int, int]
     capacity: int  # tokens of a slot
-    scaling: float
     epsilon: float
 
 
@@ -58,6 +59,7 @@ class TritonKernels:
 
     has_avx512_bf16 = has_amx = False
     instruction_set = "Triton"
+    features = GPU_FEATURES
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -121,13 +123,29 @@ class TritonKernels:
 
     def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up, all [rows, width]. `gate` and `up` may be the two halves of one tensor."""
-        rows, width = out.shape
-        gpu.swiglu[(rows, triton.cdiv(width, 1024))](gate, up, out, gate.stride(0), width, BLOCK=1024)
+        self._gated(gate, up, out, is_gelu=False)
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of `swiglu` with respect to `gate` and `up`."""
+        return self._gated_backward(gate, up, dout, is_gelu=False)
+
+    def geglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) * up with GELU's approximation by tanh; else as `swiglu`."""
+        self._gated(gate, up, out, is_gelu=True)
+
+    def geglu_backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `geglu` with respect to `gate` and `up`."""
+        return self._gated_backward(gate, up, dout, is_gelu=True)
+
+    def _gated(self, gate: Tensor, up: Tensor, out: Tensor, *, is_gelu: bool) -> None:
+        rows, width = out.shape
+        gpu.gated[(rows, triton.cdiv(width, 1024))](gate, up, out, gate.stride(0), width, BLOCK=1024, GELU=is_gelu)
+
+    def _gated_backward(self, gate: Tensor, up: Tensor, dout: Tensor, *, is_gelu: bool) -> tuple[Tensor, Tensor]:
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        gpu.swiglu_backward[(triton.cdiv(dout.numel(), 1024),)](gate, up, dout, dgate, dup, dout.numel(), BLOCK=1024)
+        gpu.gated_backward[(triton.cdiv(dout.numel(), 1024),)](
+            gate, up, dout, dgate, dup, dout.numel(), BLOCK=1024, GELU=is_gelu
+        )
         return dgate, dup
 
     def weight_gradients(self, x_TN: Tensor, dout_TM: Sequence[Tensor], out_MN: Sequence[Tensor]) -> None:
@@ -135,7 +153,7 @@ class TritonKernels:
         for dout, out in zip(dout_TM, out_MN, strict=True):
             torch.mm(dout.T, x_TN, out=out)
 
-    def prefix_attention(self, sequences_S3: Tensor, head_dim: int, scaling: float, **tensors: Tensor) -> None:
+    def prefix_attention(self, sequences_S3: Tensor, head_dim: int, rule: AttentionRule, **tensors: Tensor) -> None:
         """Causal attention over a prefix tree, or its gradients if `dout` is given; see `bindings.Kernels`.
 
         Query, key and value are [N, H D], [N, K D] and [N, K D] before rotation, cosine and sine [N, D], logsumexp
@@ -147,7 +165,7 @@ class TritonKernels:
         sequences, tiles = self._tree(sequences_S3, self._tile(head_dim), tensors["query"].device)
         query, key = (self._rotated(tensors[name], head_dim, tensors, backward=False) for name in ("query", "key"))
         value, out, logsumexp = (tensors[name] for name in ("value", "out", "logsumexp"))
-        sizes = self._sizes(heads, kv_heads, head_dim)
+        sizes, scaling = self._sizes(heads, kv_heads, head_dim, rule), rule.scaling
         if "dout" not in tensors:
             gpu.attend[(len(tiles), heads)](query, key, value, out, logsumexp, sequences, tiles, scaling, **sizes)
             return
@@ -160,33 +178,34 @@ class TritonKernels:
         for name, gradient in (("dquery", dquery), ("dkey", dkey)):
             self._rotated(gradient, head_dim, tensors, backward=True, out=tensors[name])
 
-    def _sizes(self, heads: int, kv_heads: int, width: int) -> dict[str, Any]:
+    def _sizes(self, heads: int, kv_heads: int, width: int, rule: AttentionRule) -> dict[str, Any]:
         """The constants of attention. What a program holds is at most 99 KB, as much as the GPUs of laptops have."""
         row_bytes = width * self.dtype.itemsize
         return {
             "D": width, "HEADS": heads, "GROUP": heads // kv_heads, "TILE": self._tile(width), "WIDTH": _block(width),
-            "EXACT": self.dtype == torch.float32, "num_warps": 4 if row_bytes <= 128 else 8,
-            "num_stages": 3 if row_bytes <= 128 else 2,
+            "EXACT": self.dtype == torch.float32, "WINDOW": rule.window,
+            "num_warps": 4 if row_bytes <= 128 else 8, "num_stages": 3 if row_bytes <= 128 else 2,
         }  # fmt: skip
 
     def _tile(self, width: int) -> int:
-        return TILE if width * self.dtype.itemsize <= 256 else TILE // 2
+        return max(TILE * 256 // max(width * self.dtype.itemsize, 256), 16)
 
     def _tree(self, sequences_S3: Tensor, tile: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """On the device: first token, length, parent and last descendant + 1 of each sequence, and [sequence, begin] of
-        every tile. Made once for a layout, whose layers share it."""
+        """On the device: first token, length, parent, last descendant + 1 and number of tokens before every sequence,
+        and [sequence, begin] of every tile. Made once for a layout, whose layers share it."""
         if sequences_S3 not in self._trees:
             rows = sequences_S3.tolist()
             ends = list(range(1, len(rows) + 1))
             for number in range(len(rows) - 1, -1, -1):  # depth first: descendants follow
                 if (parent := rows[number][2]) >= 0:
                     ends[parent] = max(ends[parent], ends[number])
-            sequences = torch.tensor([[*row, end] for row, end in zip(rows, ends, strict=True)], dtype=torch.int32)
-            # The tiles with the most keys first, so that no long one begins when the others have ended.
-            tiles = [[number, begin] for number, row in enumerate(rows) for begin in range(0, row[1], tile)]
             before = [0] * len(rows)
             for number, (_, _, parent) in enumerate(rows):
                 before[number] = before[parent] + rows[parent][1] if parent >= 0 else 0
+            of_rows = [[*row, end, others] for row, end, others in zip(rows, ends, before, strict=True)]
+            sequences = torch.tensor(of_rows, dtype=torch.int32)
+            # The tiles with the most keys first, so that no long one begins when the others have ended.
+            tiles = [[number, begin] for number, row in enumerate(rows) for begin in range(0, row[1], tile)]
             tiles.sort(key=lambda tile: -before[tile[0]] - tile[1])
             self._trees[sequences_S3] = sequences.to(device), torch.tensor(tiles, dtype=torch.int32).to(device)
         found: tuple[Tensor, Tensor] = self._trees[sequences_S3]
@@ -209,7 +228,9 @@ class TritonKernels:
         cached_keys.copy_(keys_KPD.flatten(1))
         cached_values.copy_(values_KPD.flatten(1))
 
-    def decode_attention(self, rows: DecodedRows, layer: int, qkv_RX: Tensor, norms: Sequence[Tensor | None]) -> Tensor:
+    def decode_attention(
+        self, rows: DecodedRows, layer: int, rule: AttentionRule, qkv_RX: Tensor, norms: Sequence[Tensor | None]
+    ) -> Tensor:
         """Rotate queries and keys, append the new keys and values to the rows, and attend; returns [R, H D].
 
         The rows of a prompt attend to it together, so its keys and values are read once for a tile of rows. Partial
@@ -218,6 +239,7 @@ class TritonKernels:
         Args:
             rows: the rows and their keys and values.
             layer: its number.
+            rule: of its attention; `rows` has its angles.
             qkv_RX: queries, keys and values of the new tokens, [R, (H + 2 K) D].
             norms: weights of the RMSNorms of queries and of keys; None without them.
         """
@@ -232,15 +254,16 @@ class TritonKernels:
         prompt_parts, own_parts = rows.parts
         parts = qkv_RX.new_empty(prompt_parts + own_parts, count, heads, width, dtype=torch.float32)
         logsumexp = parts.new_empty(parts.shape[:3])
-        sizes = self._sizes(heads, kv_heads, width)
+        sizes = self._sizes(heads, kv_heads, width, rule)
         tiles, rows_in_tile = rows.tiles.shape
         gpu.attend_prompts[(tiles, kv_heads, prompt_parts)](
-            query, rows.prompt_keys, rows.prompt_values, rows.prompt_lengths, own_keys, parts, logsumexp, rows.tiles,
-            count, layer, rows.scaling, ROWS=rows_in_tile, QUERIES=_block(rows_in_tile * (heads // kv_heads)), **sizes,
+            query, rows.prompt_keys, rows.prompt_values, rows.prompt_lengths, rows.decoded, own_keys, parts, logsumexp,
+            rows.tiles, count, layer, rule.scaling, ROWS=rows_in_tile,
+            QUERIES=_block(rows_in_tile * (heads // kv_heads)), **sizes,
         )  # fmt: skip
         gpu.attend_own[(count, kv_heads, own_parts)](
             query, own_keys, own_values, rows.slots, rows.decoded, parts, logsumexp, prompt_parts, rows.capacity,
-            rows.scaling, QUERIES=_block(heads // kv_heads), **sizes,
+            rule.scaling, QUERIES=_block(heads // kv_heads), **sizes,
         )  # fmt: skip
         out = torch.empty_like(query)
         gpu.merge_parts[(count, heads)](
@@ -296,8 +319,9 @@ def check(kernels: TritonKernels, device: torch.device) -> None:
     """
     trial = _Trial(kernels, device)
     trial.norm_and_gate()
-    trial.attention()
-    trial.decoding()
+    for rule in (AttentionRule(0.3), AttentionRule(0.3, window=TILE - 7)):
+        trial.attention(rule)
+        trial.decoding(rule)
     trial.logits()
 
 
@@ -330,18 +354,32 @@ class _Trial:
         self.compare("RMSNorm", out, right)
         found = self.kernels.rmsnorm_backward(x, weight, scales, d)
         self.compare_gradients("RMSNorm", found, right, d, exact[0], exact[2])
-        right = torch.nn.functional.silu(exact[0]) * exact[1]
-        self.kernels.swiglu(x, d, out)
-        self.compare("SwiGLU", out, right)
-        self.compare_gradients("SwiGLU", self.kernels.swiglu_backward(x, d, d), right, d, exact[0], exact[1])
+        kernels, gelu = self.kernels, partial(torch.nn.functional.gelu, approximate="tanh")
+        for name, gate, forward, backward in (
+            ("SwiGLU", torch.nn.functional.silu, kernels.swiglu, kernels.swiglu_backward),
+            ("GEGLU", gelu, kernels.geglu, kernels.geglu_backward),
+        ):
+            right = gate(exact[0]) * exact[1]
+            forward(x, d, out)
+            self.compare(name, out, right)
+            self.compare_gradients(name, backward(x, d, d), right, d, exact[0], exact[1])
 
-    def attention(self) -> None:
+    def attend(self, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """[H, queries, D], of [K, keys, D] and a mask."""
+        k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * rule.scaling
+        return scores.masked_fill(~seen, -torch.inf).softmax(2) @ v
+
+    def attention(self, rule: AttentionRule) -> None:
         """A tree with a sequence of two tiles, and two children that do not attend to each other."""
         own = TILE + 3
         sequences = torch.tensor([[0, 9, -1], [9, own, 0], [9 + own, 5, 1], [14 + own, 2, 1]], dtype=torch.int32)
         tokens, width = 16 + own, 16
         seen = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril()
         seen[14 + own :, 9 + own : 14 + own] = False
+        places = torch.tensor([*range(9 + own + 5), 9 + own, 10 + own], device=self.device)
+        if rule.window:
+            seen &= places[:, None] - places < rule.window
         query, key, value, d = (self.random(tokens, heads * width) for heads in (4, 2, 2, 4))
         angles = torch.randn(tokens, width // 2, generator=self.noise).to(self.device).repeat(1, 2)
         cosine, sine = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
@@ -349,18 +387,17 @@ class _Trial:
         found = [torch.empty_like(tensor) for tensor in (query, key, value)]
         given = {"query": query, "key": key, "value": value, "cosine": cosine, "sine": sine, "out": out}
         given["logsumexp"] = logsumexp
-        self.kernels.prefix_attention(sequences, width, 0.3, **given)
+        self.kernels.prefix_attention(sequences, width, rule, **given)
         given |= {"dout": d, "dquery": found[0], "dkey": found[1], "dvalue": found[2]}
-        self.kernels.prefix_attention(sequences, width, 0.3, **given)
+        self.kernels.prefix_attention(sequences, width, rule, **given)
         exact = [tensor.double().requires_grad_() for tensor in (query, key, value)]
         q, k, v = (tensor.unflatten(1, (-1, width)).transpose(0, 1) for tensor in exact)
         q, k = (x * cosine.double() + rotate_half(x) * sine.double() for x in (q, k))
-        right = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.3, enable_gqa=True)
-        right = right.transpose(0, 1).flatten(1)
+        right = self.attend(rule, q, k, v, seen).transpose(0, 1).flatten(1)
         self.compare("attention", out, right)
         self.compare_gradients("attention", found, right, d, *exact)
 
-    def decoding(self) -> None:
+    def decoding(self, rule: AttentionRule) -> None:
         """Two prompts; a first token, three consecutive ones of a row, and one after more than a tile of own tokens."""
         device, (heads, kv_heads, width), capacity = self.device, (4, 2, 16), TILE + 9
         lengths, own = (9, TILE + 3), (2, 3, kv_heads, capacity * width)
@@ -386,9 +423,9 @@ class _Trial:
             prompt_values=addresses[1], prompt_lengths=numbers([lengths[prompt] for prompt in of_row]),
             slots=numbers(slots), decoded=numbers(decoded), tiles=numbers([[0, 1, 2, 3], [4, -1, -1, -1]]),
             cosine=angles.cos().to(qkv.dtype), sine=angles.sin().to(qkv.dtype), parts=(2, 2), capacity=capacity,
-            scaling=0.3, epsilon=1e-6,
+            epsilon=1e-6,
         )  # fmt: skip
-        found = self.kernels.decode_attention(rows, 1, qkv, (query_norm, key_norm))
+        found = self.kernels.decode_attention(rows, 1, rule, qkv, (query_norm, key_norm))
 
         def rotated(x: Tensor, norm: Tensor) -> Tensor:
             x = norm.double() * x * (x.square().mean(2, keepdim=True) + 1e-6).rsqrt()
@@ -402,8 +439,8 @@ class _Trial:
         for row, (slot, place) in enumerate(zip(slots, decoded, strict=True)):
             prompt = prompts[of_row[row]][:, 1].double().unflatten(2, (-1, width))
             keys, values = (torch.cat([prompt[kind], exact[kind][slot, :, : place + 1]], dim=1) for kind in (0, 1))
-            attend = torch.nn.functional.scaled_dot_product_attention
-            right.append(attend(q[row][:, None], keys, values, scale=0.3, enable_gqa=True).flatten())
+            seen = torch.arange(keys.shape[1], device=device) > keys.shape[1] - 1 - (rule.window or keys.shape[1])
+            right.append(self.attend(rule, q[row][:, None], keys, values, seen).flatten())
         self.compare("attention of a decoding step", found, torch.stack(right))
         for cache, expected in zip(caches, exact, strict=True):
             self.compare("an appended key or value", cache[1], expected.flatten(2))

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -51,6 +52,7 @@ class Fleet:
     loop: EventLoop = field(default_factory=EventLoop)
     rotation: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)  # the last fault of each server
+    given: Counter[int] = field(default_factory=Counter)  # how often each has taken weights
     version: int = 0
     _run: str = ""  # a random word, so that weights of another run, or of this one before it was resumed, are others
 
@@ -159,6 +161,7 @@ class Fleet:
                     self.faults[number] = str(error)
                 else:
                     self.rotation.append(number)
+                    self.given[number] += 1
 
 
 POLL_SECONDS = 0.05

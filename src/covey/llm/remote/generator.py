@@ -121,6 +121,7 @@ class Answer:
 
     number: int  # of the request
     server: int
+    given: int  # how often the server had taken weights when it was asked
     future: Future[list[Completion]]
 
 
@@ -204,7 +205,7 @@ class _Call:
         self.tries[number] = self.tries.get(number, 0) + 1
         vocabulary = vocabulary_of(fleet.policy.module)
         ask = fleet.clients[server].generate(request, fleet.label, vocabulary, covey=fleet.covey)
-        self.waiting[number] = answer = Answer(number, server, fleet.loop.submit(ask))
+        self.waiting[number] = answer = Answer(number, server, fleet.given[server], fleet.loop.submit(ask))
         answer.future.add_done_callback(lambda _: self.ended.put(answer))
 
     def _candidates(self) -> list[int]:
@@ -236,6 +237,9 @@ class _Call:
                 self._send_again(answer.number)
 
     def _lose(self, answer: Answer, error: LostServer) -> None:
+        if answer.given < self.fleet.given[answer.server]:  # before it was revived
+            self._send_again(answer.number)
+            return
         if answer.server in self.fleet.rotation:  # further answers of a lost server say nothing new
             self.wrong_versions = self.wrong_versions + 1 if isinstance(error, OtherWeights) else 0
         self.fleet.lose(answer.server, str(error))
