@@ -727,7 +727,7 @@ def test_the_places_of_completions_are_random_and_repeatable(build) -> None:
 def test_a_malformed_or_partial_list_fails_its_group_only(build, reply: str, order: bool, why: str) -> None:
     def answer(asked: Asked) -> None:
         count = len(numbered(asked.question))
-        asked.say(reply if count == 3 else json.dumps({"scores": list(range(1, count + 1))}))
+        asked.say(reply if count == 3 else json.dumps({"scores": list(range(1, count + 1)) if order else [5] * count}))
 
     with JudgeServer(answer) as server:
         one = build(server, beside=[BESIDE], **RANKING, judge_order=order)
