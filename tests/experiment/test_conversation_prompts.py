@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from covey.watch.rollouts import group_page
 from helpers import guessing
 from helpers.chat_models import tiny_chat
 from helpers.tiny_models import PAD, tiny_folder, tiny_model, tiny_tokenizer
+from helpers.tool_templates import FAMILIES, chat_with
 
 TOTAL = 20
 
@@ -133,6 +135,14 @@ def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path
         kind.close()
     with pytest.raises(ConfigError, match=r"conversation.environment: there is no environment 'dic'"):
         validate_sft(replace(config, conversation=ConversationConfig("dic")))
+
+
+def test_a_template_whose_calls_nothing_reads_is_refused_before_the_model_is_loaded() -> None:
+    chat = chat_with("hermes")
+    chat.tokenizer.chat_template = FAMILIES["hermes"].replace("tool_call>", "a new mark>")
+    refused = pytest.raises(ConfigError, match="writes calls of tools in a format that covey cannot read")
+    with closing(kind_of(guessing.Dice)) as kind, refused:
+        kind.prompt_limit(chat, tiny_model().config, TOTAL, drop=False)
 
 
 @pytest.mark.slow

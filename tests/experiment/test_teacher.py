@@ -38,7 +38,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def a_run(model: str, teacher: TeacherConfig, **changes: Any) -> RunConfig:
     config = RunConfig(
         model=model, steps=2, threads=1, precision="fp32", show_rollouts_every=0, teacher=teacher,
-        task=covey.ArithmeticConfig(digits=(1,)), rewards=(covey.RewardConfig(name="digits"),),
+        task=covey.ArithmeticConfig(digits=(1,)), rewards=(covey.RewardConfig(name="length", length_limit=5),),
         sampling=covey.SamplingConfig(prompts_per_step=3, group_size=3, max_new_tokens=4),
         loss=covey.LossConfig(kl_coefficient=0.0), evaluation=covey.EvaluationConfig(problems=2),
         update=covey.UpdateConfig(learning_rate=1e-3),

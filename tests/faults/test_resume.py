@@ -304,6 +304,15 @@ KINDS = {
     "Taxi, masks": Kind(
         {"algorithm": "ppo", "environment": {"id": "Taxi-v4"}, "rollouts": FRAGMENTS, "update": {"minibatches": 2}}
     ),
+    "CartPole memory": Kind(
+        {
+            "algorithm": "ppo",
+            "environment": {"frame_stack": 2},
+            "policy": {"memory": 6},
+            "rollouts": FRAGMENTS,
+            "update": {"learning_rate": 0.002, "minibatches": 2},
+        }
+    ),
     "Pendulum": Kind(
         {
             "algorithm": "ppo",

@@ -58,4 +58,6 @@ def register() -> None:
     if COUNTING not in gym.registry:
         gym.register(COUNTING, entry_point=Counting)
         gym.register(PUSHED, entry_point=Pushed)
-        gym.register("covey-tests/OnlyVector-v0", vector_entry_point=lambda num_envs: None)
+        cartpole = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+        gym.register("covey-tests/OnlyVector-v0", vector_entry_point=cartpole, max_episode_steps=20)
+        gym.register("covey-tests/NoVector-v0", vector_entry_point=lambda num_envs: None)

@@ -32,6 +32,8 @@ NEGATED_TARGET = "covey-practice/NegatedTarget-v0"
 NEGATED_CARTPOLE = "covey-practice/NegatedCartPole-v0"
 ENDLESS_LIMIT = 10
 DOORS = "covey-practice/Doors-{}-v0"
+RECALL = "covey-practice/Recall-v0"
+CATCH = "covey-practice/Catch-v0"
 MASK_PLACES = ("info", "method", "observation")
 
 
@@ -132,6 +134,46 @@ class Doors(gym.Env):
         return {"observation": seen, "action_mask": self.open} if self.place == "observation" else seen, info
 
 
+class Catch(gym.Env):
+    """Pixels, 6 x 5: a ball falls, and the paddle in the last row is moved to the left, not at all or to the right."""
+
+    observation_space = spaces.Box(0, 255, (6, 5), np.uint8)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.ball, self.paddle, self.row = int(self.np_random.integers(5)), 2, 0
+        return self._show(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.paddle = int(np.clip(self.paddle + action - 1, 0, 4))
+        self.row += 1
+        landed = self.row == 5
+        return self._show(), float(landed and self.ball == self.paddle), landed, False, {}
+
+    def _show(self) -> Any:
+        pixels = np.zeros((6, 5), dtype=np.uint8)
+        pixels[self.row, self.ball] = pixels[5, self.paddle] = 255
+        return pixels
+
+
+class Recall(gym.Env):
+    """Shows a cue in the first step, and pays 1 in the fifth if the action names it."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.cue, self.made = int(self.np_random.integers(2)), 0
+        return np.array([2 * self.cue - 1, 0], dtype=np.float32), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.made += 1
+        over = self.made == 5
+        return np.array([0, self.made == 4], dtype=np.float32), float(over and action == self.cue), over, False, {}
+
+
 class Negated(gym.RewardWrapper):
     """The opposite of what an environment pays."""
 
@@ -146,6 +188,8 @@ def register() -> None:
     gym.register(ENDLESS, entry_point=Endless, max_episode_steps=ENDLESS_LIMIT)
     gym.register(NOISY, entry_point=Noisy)
     gym.register(TARGET, entry_point=Target)
+    gym.register(CATCH, entry_point=Catch)
+    gym.register(RECALL, entry_point=Recall)
     for place in MASK_PLACES:
         gym.register(DOORS.format(place), entry_point=Doors, kwargs={"place": place})
     gym.register(NEGATED_TARGET, entry_point=lambda **options: Negated(Target(**options)))

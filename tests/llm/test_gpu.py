@@ -35,12 +35,14 @@ PPO = "--algorithm ppo"
 LORA = "--lora.rank 2 --update.eight_bit_moments true --loss.clip_cov_fraction 0.2"
 
 
-def steps_of(folder: Path, recipe: Path, program: str, options: str = "") -> list[dict[str, float]]:
-    """What a run of three steps measured, without covey's kernels."""
+def steps_of(
+    folder: Path, recipe: Path, program: str, options: str = "", command: str = "train"
+) -> list[dict[str, float]]:
+    """What the steps of a run measured, without covey's kernels."""
     device = "mps" if program == "helpers.fake_gpu" else "cpu"
-    words = "train", recipe, "--run-dir", folder / program, "--device", device, *options.split()
+    words = command, recipe, "--run-dir", folder / program, "--device", device, *options.split()
     done = subprocess.run(
-        [sys.executable, "-m", program, *map(str, words)],
+        [sys.executable, "-m", program, *" ".join(map(str, words)).split()],
         env=os.environ | {"PYTHONPATH": FOUND, "COVEY_NATIVE": "0"},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -49,9 +51,7 @@ def steps_of(folder: Path, recipe: Path, program: str, options: str = "") -> lis
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    steps = reproducible_metrics(folder / program)
-    assert len(steps) == 3
-    return steps
+    return reproducible_metrics(folder / program)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,32 @@ def test_a_run_on_a_fake_gpu_has_the_numbers_of_a_cpu(tmp_path, kind, options):
     recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model", kind), steps=3)
     programs = "covey.cli.main", "helpers.fake_gpu"
     on_cpu, on_gpu = (steps_of(tmp_path, recipe, program, options) for program in programs)
-    for one, other in zip(on_cpu, on_gpu, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert_alike(on_cpu, on_gpu, 3)
     # A decoder that mixes devices fails its trial, and a slower one would take its place without a word.
     machine = json.loads((tmp_path / "helpers.fake_gpu" / "origin.json").read_text())["environment"]
     assert machine["sampling"] == ("padded cache" if kind == "bloom" else "shared prefix")
+
+
+def assert_alike(on_cpu: list[dict[str, float]], on_gpu: list[dict[str, float]], steps: int) -> None:
+    assert len(on_cpu) == len(on_gpu) == steps
+    for one, other in zip(on_cpu, on_gpu, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_training_on_examples_on_a_fake_gpu_has_the_numbers_of_a_cpu(tmp_path):
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)]
+    examples = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+    for name, rows in (("pairs", pairs), ("examples", examples)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = write_recipe(tmp_path, tiny_folder(tmp_path / "model"))
+    sft = f"--sft.data {tmp_path}/examples.jsonl --sft.batch_size 18"
+    rewards = f"--model {tmp_path}/model --precision fp32 --batch-size 18"
+    for command, given, options in (("sft", recipe, sft), ("reward-model train", tmp_path / "pairs.jsonl", rewards)):
+        folder = tmp_path / command.replace(" ", "-")
+        folder.mkdir()
+        programs = "covey.cli.main", "helpers.fake_gpu"
+        assert_alike(*(steps_of(folder, given, program, options, command) for program in programs), 2)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,15 @@ SPACES = {
     "one choice": (Discrete(6), spaces.Discrete(6)),
     "several": (MultiDiscrete((2, 3, 4)), spaces.MultiDiscrete([2, 3, 4])),
 }
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> Iterator[None]:
+    """Acting and the masks of sb3-contrib are in float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("seed", range(10))

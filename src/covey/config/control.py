@@ -33,6 +33,9 @@ class EnvironmentConfig(Table):
         "action_masks(), or in a Dict observation",
         advanced=True,
     )
+    frame_stack: int = config_field(
+        1, "the last observations of the environment that the policy sees together", min=1, max=1000, advanced=True
+    )
     action_repeat: int = config_field(1, "environment steps for which an action is repeated", min=1, advanced=True)
     timeout_seconds: float = config_field(60.0, "time limit of one step or reset of all copies", above=0, advanced=True)
     max_episode_steps: int = config_field(
@@ -42,6 +45,20 @@ class EnvironmentConfig(Table):
 
 @table(frozen=True)
 class PolicyConfig(Table):
+    network: str = config_field(
+        "auto",
+        "layers before the hidden ones: none (mlp), or the convolutions of nature_cnn (pictures from 36 x 36) or "
+        "small_cnn; auto takes convolutions if the observation is a picture that is large enough",
+        choices=("auto", "mlp", "nature_cnn", "small_cnn"),
+        advanced=True,
+    )
+    memory: int = config_field(
+        0,
+        "size of a GRU before the hidden layers, by which the policy remembers earlier observations; 0: no memory",
+        min=0,
+        max=100_000,
+        advanced=True,
+    )
     hidden: tuple[int, ...] = config_field((64, 64), "widths of the hidden layers", min=1, max=1_000_000)
     activation: str = config_field("tanh", "activation between the layers", choices=("tanh", "relu"), advanced=True)
     normalise_observations: bool = config_field(

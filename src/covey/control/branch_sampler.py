@@ -62,7 +62,7 @@ class BranchSampler(ControlSampler):
         decisions: int,
     ) -> None:
         super().__init__(policy, environments, seed, reward_scale, gamma)
-        self.trunks, self.horizon, self.decisions = trunks, horizon, decisions
+        self.trunks, self.horizon, self.decisions = policy.remembering(trunks), horizon, decisions
 
     def sample(self, starts: Sequence[Start], group_size: int, step: int, first_rollout: int = 0) -> list[Group]:
         """Sample G branches from one state of an episode from every start.

@@ -2,14 +2,14 @@
 
 Shape legend: B rollouts, T decisions, N environments or decided columns, D numbers in an observation, V actions to
 choose from (all choices together for MultiDiscrete), A numbers in an action, W columns of a stored observation: D, and
-V for the action mask if there is one.
+V for the action mask if there is one, and H for the state of the memory if there is one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from covey.config import ConfigError
 from covey.control.envs.spaces import ActionSpace, Continuous, Discrete, MultiDiscrete
-from covey.control.mlp import MaskedObservations, Network, NumpyMLP, RunningMeanStd, scatter
+from covey.control.envs.vector_env import Environments
+from covey.control.memory import MemoryNetwork, RememberingEnvironments
+from covey.control.mlp import MaskedObservations, Network, RunningMeanStd, scatter
+from covey.control.pictures import MLP, Picture, acting, build_network
 from covey.data import Batch, PolicyOutput
 
 _TENSORS, _SHAPE = "policy.safetensors", "policy.json"
@@ -31,6 +34,7 @@ _SMALLEST = 2.0**-54  # replaces a uniform number of 0, whose normal quantile is
 # Logit of an action that the mask forbids: its probability is 0 in float32, and its product with the log-probability is
 # not NaN. Huang and Ontanon (arXiv 2006.14171), section 3.
 _FORBIDDEN = -1e8
+MOST_PICTURES = 2048  # in a microbatch: 0.5 GB in float32 for NatureCNN's four pictures of 84 x 84 with their layers
 
 
 class Actor(nn.Module):
@@ -57,6 +61,10 @@ class ControlPolicy:
         observation_size: D.
         actions: the action space.
         masked: whether the observations have action masks.
+        picture: the picture that the observations are, stored in bytes; None: they are numbers.
+        network: "mlp", or of a picture one of `pictures.CONVOLUTIONS`, which the hidden layers follow.
+        memory: H, the size of a GRU before the hidden layers, which excludes convolutions; 0: there is none. The
+            observations end with its state, zeros at the beginning of an episode and then `state_NH`.
         hidden: widths of the hidden layers.
         activation: "tanh" or "relu".
         initial_std: initial standard deviation of the Gaussian, in the environment's units.
@@ -70,6 +78,9 @@ class ControlPolicy:
         actions: ActionSpace,
         *,
         masked: bool = False,
+        picture: Picture | None = None,
+        network: str = MLP,
+        memory: int = 0,
         hidden: Sequence[int] = (64, 64),
         activation: str = "tanh",
         initial_std: float = 1.0,
@@ -84,10 +95,20 @@ class ControlPolicy:
         outputs = actions.outputs
         log_std_A = torch.full((outputs,), math.log(initial_std)) if isinstance(actions, Continuous) else None
         # A critic with the same seed draws from another stream.
-        network = Network(observation_size, hidden, outputs, activation=activation, head_gain=0.01, seed=2 * seed)
-        self.module = Actor(network, log_std_A)
-        self._forward = NumpyMLP(network, normaliser)
-        self._observations = MaskedObservations(observation_size, normaliser)
+        self.picture, self.network, self.memory = picture, network, memory
+        self.state_NH: NDArray[np.float32] = np.zeros((0, memory), dtype=np.float32)  # after the last call of `act`
+        options: dict[str, Any] = {"activation": activation, "head_gain": 0.01, "seed": 2 * seed}
+        made = (
+            MemoryNetwork(observation_size, memory, hidden, outputs, **options)
+            if memory
+            else build_network(observation_size, hidden, outputs, picture=picture, network=network, **options)
+        )
+        self.module = Actor(made, log_std_A)
+        self._forward: Callable[[NDArray[Any]], NDArray[np.float32]] = (
+            self._advance if memory else acting(made, observation_size, normaliser)
+        )
+        self._allowed = slice(observation_size, observation_size + outputs)  # columns of the mask
+        self._observations = MaskedObservations(observation_size, normaliser, keeps_bytes=network != MLP)
         self._counts = [outputs] if isinstance(actions, Continuous) else list(actions.counts)
         self._offset_A = np.cumsum([0, *self._counts[:-1]])  # offset of each choice's logits
 
@@ -97,9 +118,13 @@ class ControlPolicy:
         `all_logprobs_BTV` has the log-probabilities of all actions of a discrete policy.
         """
         row_NW, place_N = self._observations(batch)
-        output = self.module.network(row_NW[:, : self.observation_size])
+        output = (
+            self._of_sequences(batch, place_N)
+            if self.memory
+            else self.module.network(row_NW[:, : self.observation_size])
+        )
         if self.masked:
-            output = torch.where(row_NW[:, self.observation_size :] > 0, output, _FORBIDDEN)
+            output = torch.where(row_NW[:, self._allowed] > 0, output, _FORBIDDEN)
         mask_BT = batch.mask_BT
         action = batch.actions_BT.flatten(0, 1).index_select(0, place_N)
         log_std_A = self.module.log_std_A
@@ -125,8 +150,9 @@ class ControlPolicy:
         return logp_NV, logp_NV.gather(1, action + torch.from_numpy(self._offset_A)).sum(dim=1)
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """All rows in one microbatch, because the networks are small."""
-        yield torch.arange(len(batch))
+        """All rows in one microbatch, because the networks are small; with convolutions, a few."""
+        rows = len(batch) if self.network == MLP else max(1, MOST_PICTURES // batch.mask_BT.shape[1])
+        yield from torch.arange(len(batch)).split(rows)
 
     def act(self, row_NW: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
         """Sample an action for each of N environments by inverting the cumulative distribution; NumPy only.
@@ -159,7 +185,34 @@ class ControlPolicy:
         output = self._forward(row_NW)
         if not self.masked:
             return output
-        return np.where(row_NW[:, self.observation_size :] > 0, output, np.float32(_FORBIDDEN))
+        return np.where(row_NW[:, self._allowed] > 0, output, np.float32(_FORBIDDEN))
+
+    def _advance(self, row_NW: NDArray[np.float32]) -> NDArray[np.float32]:
+        output_NO, after_NH = self._remembering.advance(
+            torch.from_numpy(self._observations.features(row_NW)), torch.from_numpy(row_NW[:, -self.memory :])
+        )
+        self.state_NH = after_NH.numpy()
+        answer: NDArray[np.float32] = output_NO.numpy()
+        return answer
+
+    def _of_sequences(self, batch: Batch, place_N: Tensor) -> Tensor:
+        """The network's output at the decisions, [N, O]: each row is one sequence, from its first observation on."""
+        rows = [torch.from_numpy(np.asarray(row[: batch.mask_BT.shape[1]])) for row in batch.context]
+        row_BTW = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        x_MD = torch.from_numpy(self._observations.features(row_BTW.flatten(0, 1).numpy()))
+        x_BTD = x_MD.unflatten(0, row_BTW.shape[:2])
+        output_BTO = self._remembering.sequences(x_BTD, row_BTW[:, 0, -self.memory :])
+        row_N, column_N = place_N // batch.mask_BT.shape[1], place_N % batch.mask_BT.shape[1]
+        return output_BTO[row_N, column_N]
+
+    @property
+    def _remembering(self) -> MemoryNetwork:
+        assert isinstance(self.module.network, MemoryNetwork)
+        return self.module.network
+
+    def remembering(self, environments: Environments) -> Environments:
+        """The environments in which this policy acts: with a memory, their observations end with its state."""
+        return RememberingEnvironments(environments, self) if self.memory else environments
 
     def _by_choice(self, logits_NV: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         return np.split(logits_NV, self._offset_A[1:], axis=1)
@@ -181,6 +234,9 @@ class ControlPolicy:
             "observation_size": self.observation_size,
             "actions": _saved(self.actions),
             "masked": self.masked,
+            "memory": self.memory,
+            "network": self.network,
+            "picture": None if self.picture is None else vars(self.picture),
             "hidden": self.hidden,
             "activation": self.module.network.activation,
             "normalised": self.normaliser is not None,
@@ -249,9 +305,11 @@ def load_policy(folder: Path) -> ControlPolicy:
             actions = MultiDiscrete(tuple(shape["actions"]))
         else:
             actions = Discrete(shape["actions"])
-        size = shape["observation_size"]
+        size, seen = shape["observation_size"], shape.get("picture")
         policy = ControlPolicy(
             size, actions, masked=shape.get("masked", False), hidden=shape["hidden"], activation=shape["activation"],
+            picture=None if seen is None else Picture(tuple(seen["shape"]), seen["scale"]),
+            network=shape.get("network", MLP), memory=shape.get("memory", 0),
             normaliser=RunningMeanStd(size) if shape["normalised"] else None, seed=0,
         )  # fmt: skip
         policy.module.load_state_dict(_below("module.", tensors))
@@ -270,27 +328,45 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class ControlCritic:
     """A value function with a network of its own; implements `covey.data.Critic`.
 
-    Arguments as for `ControlPolicy`, whose normaliser it uses.
+    Arguments as for `ControlPolicy`, whose normaliser it uses. With `memory` it reads the observation and the state of
+    the policy's memory, as it was when the rollout was sampled; only the policy's loss trains the memory.
     """
 
     def __init__(
         self,
         observation_size: int,
         *,
+        picture: Picture | None = None,
+        network: str = MLP,
+        memory: int = 0,
         hidden: Sequence[int] = (64, 64),
         activation: str = "tanh",
         normaliser: RunningMeanStd | None,
         seed: int,
     ) -> None:
-        self.normaliser = normaliser
-        self.module = Network(observation_size, hidden, 1, activation=activation, head_gain=1.0, seed=2 * seed + 1)
-        self._forward = NumpyMLP(self.module, normaliser)
-        self._observations = MaskedObservations(observation_size, normaliser)
+        self.normaliser, self.memory = normaliser, memory
+        self.module = build_network(
+            observation_size + memory, hidden, 1, picture=picture, network=network, activation=activation,
+            head_gain=1.0, seed=2 * seed + 1,
+        )  # fmt: skip
+        self._forward: Callable[[NDArray[Any]], NDArray[np.float32]] = (
+            self._with_memory if memory else acting(self.module, observation_size, normaliser)
+        )
+        self._observations = MaskedObservations(observation_size, normaliser, keeps_bytes=network != MLP)
 
     def values(self, batch: Batch) -> Tensor:
         """values_BT of the state before every decision; 0 in masked columns."""
         row_NW, place_N = self._observations(batch)
-        return scatter(self.module(row_NW[:, : self._observations.size])[:, 0], place_N, batch.mask_BT)
+        observation_ND = row_NW[:, : self._observations.size]
+        if self.memory:
+            observation_ND = torch.cat([observation_ND, row_NW[:, -self.memory :]], dim=1)
+        return scatter(self.module(observation_ND)[:, 0], place_N, batch.mask_BT)
+
+    def _with_memory(self, row_NW: NDArray[np.float32]) -> NDArray[np.float32]:
+        seen = np.concatenate([self._observations.features(row_NW), row_NW[:, -self.memory :]], axis=1)
+        with torch.no_grad():
+            value_N1: NDArray[np.float32] = self.module(torch.from_numpy(seen)).numpy()
+        return value_N1
 
     def bootstrap_values(self, batch: Batch) -> Tensor:
         """bootstrap_value_B of the state after the last decision of every row, without gradients."""

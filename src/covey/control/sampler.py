@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from covey.control.envs.vector_env import Environments
+from covey.control.memory import RememberingEnvironments
 from covey.control.policy import ControlPolicy
 from covey.control.reward_scaling import RewardScale
 from covey.control.rollout_buffer import (
@@ -36,7 +37,8 @@ class ControlSampler:
     def __init__(
         self, policy: ControlPolicy, environments: Environments, seed: int, reward_scale: RewardScale, gamma: float
     ) -> None:
-        self.policy, self.environments, self.seed = policy, environments, seed
+        self.policy, self.environments, self.seed = policy, policy.remembering(environments), seed
+        self._bare = environments  # whose observations have no state of a memory
         self.reward_scale, self.gamma = reward_scale, gamma
         self.version = 0
         self.environment_steps = 0
@@ -233,6 +235,10 @@ class FragmentSampler(ControlSampler):
                     if pieces
                 },
             }
+            if self.policy.memory:
+                state["episodes_going_on"]["memory"] = torch.from_numpy(
+                    self._observation_ND[:, -self.policy.memory :].copy()
+                )
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +251,9 @@ class FragmentSampler(ControlSampler):
         self._return_N[:] = saved["returns"]
         played = {int(slot): actions.numpy().copy() for slot, actions in saved["actions"].items()}
         self._actions = [[played[slot]] if slot in played else [] for slot in range(self.environments.count)]
-        self._observation_ND = replay(self.environments, saved["seeds"], played)
+        self._observation_ND = replay(self._bare, saved["seeds"], played)
+        if isinstance(self.environments, RememberingEnvironments):
+            self._observation_ND = self.environments.resume(self._observation_ND, saved["memory"].numpy())
 
 
 def replay(environments: Environments, seeds: Sequence[int], played: dict[int, NDArray[Any]]) -> NDArray[np.float32]:

@@ -33,6 +33,7 @@ from covey.control.envs.render import can_draw, render_episode
 from covey.control.envs.spaces import Continuous
 from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
 from covey.control.mlp import RunningMeanStd
+from covey.control.pictures import CONVOLUTIONS, MLP
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
 from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes, refuse_failures
@@ -102,7 +103,8 @@ class ControlBuilder(ExperimentBuilder):
         self.algorithm = check_own(algorithm, config) if algorithm is not None else self._preset()
         self.rollouts = kind(config)
         self.environments = self.rollouts.environments
-        self.found += tuple(note for note in (self.environments.note, _range_note(config, self.environments)) if note)
+        notes = _picture_note(config, self.environments), _range_note(config, self.environments)
+        self.found += tuple(note for note in notes if note)
         self._evaluation: Environments | None = None
         if config.loss.kl_estimator == "exact" and isinstance(self.environments.actions, Continuous):
             raise ConfigError(
@@ -160,7 +162,7 @@ class ControlBuilder(ExperimentBuilder):
                 kl_coefficient,
                 [(trained.module, WHOLE) for trained in (policy, *critics)],
                 critics,
-                single_decisions=True,
+                single_decisions=not config.policy.memory,  # with a memory, minibatches are of whole sequences
                 pace=pace,
             ),
             kl_coefficient=kl_coefficient,
@@ -238,9 +240,50 @@ class EpisodeEvaluation:
 
 def episode_returns(policy: ControlPolicy, environments: Environments, seeds: list[int]) -> list[float]:
     """Undiscounted returns of greedy episodes, one from each reset seed whose environment did not fail."""
-    trajectories, buffer = collect_episodes(environments, policy, seeds, None)
+    trajectories, buffer = collect_episodes(policy.remembering(environments), policy, seeds, None)
     refuse_failures(trajectories)
     return [float(buffer.rewards(trajectory).sum()) for trajectory in trajectories if not trajectory.failed]
+
+
+def choose_network(config: ControlConfig, environments: Environments) -> str:
+    """The network of a run's policy and critic: "mlp", or the name of its convolutions.
+
+    Raises:
+        ConfigError: if `policy.network` needs a picture, or a larger one, or excludes `policy.normalise_observations`.
+    """
+    wanted, name = config.policy.network, config.environment.id
+    if config.policy.memory:
+        if wanted in CONVOLUTIONS:
+            raise ConfigError(
+                f"policy.memory excludes convolutions: set it to 0, or policy.network = 'mlp' ({wanted!r} now)"
+            )
+        return MLP
+    if environments.picture is None:
+        if wanted in CONVOLUTIONS:
+            raise ConfigError(
+                f"policy.network = {wanted!r} is for pictures (a Box of uint8 or bool with 2 to 4 dimensions), and "
+                f"environment {name!r} observes none: set it to 'mlp'"
+            )
+        return MLP
+    chosen = environments.picture.choose(wanted, name)
+    if chosen != MLP and config.policy.normalise_observations:
+        raise ConfigError(
+            f"policy.normalise_observations: {chosen} scales the pictures of environment {name!r} by a constant: "
+            "set it to false, or policy.network = 'mlp'"
+        )
+    return chosen
+
+
+def _picture_note(config: ControlConfig, environments: Environments) -> str:
+    """A warning about pictures that no convolution reads; or empty."""
+    if choose_network(config, environments) != MLP or environments.picture is None:
+        return ""
+    size = " x ".join(map(str, environments.picture.shape))
+    return (
+        f"environment {config.environment.id!r} observes pictures ({size}): they are flattened to "
+        f"{environments.observation_size:,} numbers for a network without convolutions, which learns little from them: "
+        "set policy.network = 'auto', or policy.normalise_observations = true"
+    )
 
 
 def _range_note(config: ControlConfig, environments: Environments) -> str:
@@ -271,6 +314,9 @@ def build_policy(config: ControlConfig, environments: Environments) -> ControlPo
         size,
         environments.actions,
         masked=environments.masked,
+        picture=environments.picture,
+        network=choose_network(config, environments),
+        memory=config.policy.memory,
         hidden=config.policy.hidden,
         activation=config.policy.activation,
         initial_std=config.policy.initial_std,
@@ -283,6 +329,9 @@ def build_critic(config: ControlConfig, policy: ControlPolicy) -> ControlCritic:
     """The untrained critic of a policy."""
     return ControlCritic(
         policy.observation_size,
+        picture=policy.picture,
+        network=policy.network,
+        memory=policy.memory,
         hidden=config.policy.hidden,
         activation=config.policy.activation,
         normaliser=policy.normaliser,
@@ -343,7 +392,7 @@ def evaluate_run(
     if render:
         path = run_dir / PICTURE
         with FolderLock(run_dir), faults_of(path):
-            render_episode(environment_config, policy.greedy_action, seeds[0], path)
+            render_episode(environment_config, policy.greedy_action, seeds[0], path, policy.remembering)
         result["picture"] = str(path)
     return result
 

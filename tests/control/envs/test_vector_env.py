@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.vector.utils import batch_space
 
 from covey.config import ConfigError, EnvironmentConfig
 from covey.control.envs.spaces import Continuous, Discrete
@@ -275,7 +277,7 @@ def test_observations_without_a_fixed_size_are_refused() -> None:
         (EnvironmentConfig(id="CartPole"), r"did you mean 'CartPole-v[01]'\?"),
         (EnvironmentConfig(id="no_such_module:X-v0"), "cannot import the module of 'no_such_module:X-v0'"),
         (EnvironmentConfig(id="math:CartPole-v1"), "environment.id: 'math' is a module of Python's standard library"),
-        (EnvironmentConfig(id="covey-tests/OnlyVector-v0"), "has only a vector class"),
+        (EnvironmentConfig(id="covey-tests/NoVector-v0"), "'covey-tests/NoVector-v0' could not be made"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(config: EnvironmentConfig, message: str) -> None:
@@ -316,3 +318,62 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch: pytes
     environments = make_environments(EnvironmentConfig(id="my_own_world:MyOwn-v0"), 1)
     assert environments.observation_size == 3
     gym.registry.pop("MyOwn-v0")
+
+
+class SameStep(gym.vector.VectorEnv):
+    """Counts from 10 times its seed, ends after three steps, and resets itself in the same step."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Dict(count=gym.spaces.Box(0, 1000, (1,), np.float32))
+        self.single_action_space = gym.spaces.MultiDiscrete([2, 3])
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.first = 10 * (seed or 0)
+        self.made = 0
+        return self._show(), {"action_mask": np.ones((self.num_envs, 5), np.int8)}
+
+    def step(self, actions: Any) -> Any:
+        assert actions.shape == (self.num_envs, 2)
+        self.made += 1
+        over = np.full(self.num_envs, self.made == 3)
+        seen, infos = self._show(), {"action_mask": np.ones((self.num_envs, 5), np.int8)}
+        if self.made == 3:
+            infos["final_obs"] = np.array([{"count": seen["count"][0]}], dtype=object)
+            seen = self.reset()[0]
+        return seen, actions.sum(axis=1).astype(float), over, ~over & False, infos
+
+    def _show(self) -> Any:
+        return {"count": np.full((self.num_envs, 1), self.first + self.made, np.float32)}
+
+
+def test_an_environment_with_only_a_vector_class_is_played_by_vectors_of_one():
+    gym.register("covey-tests/SameStep-v0", vector_entry_point=SameStep)
+    try:
+        environments = make_environments(EnvironmentConfig("covey-tests/SameStep-v0", vectorization="sync"), 2)
+    finally:
+        gym.registry.pop("covey-tests/SameStep-v0")
+    assert environments.masked
+    assert environments.reset([1, 2])[:, 0].tolist() == [10, 20]
+    steps = [environments.step(np.array([[1, 2], [0, 1]])) for _ in range(4)]
+    assert [step.observation_ND[:, 0].tolist() for step in steps] == [[11, 21], [12, 22], [13, 23], [13, 23]]
+    assert [step.reward_N.tolist() for step in steps] == [[3, 1], [3, 1], [3, 1], [0, 0]]
+    assert [step.terminated_N.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
+    assert environments.reset_slots(np.array([1]), [5])[0, 0] == 50
+
+
+def test_gymnasiums_own_vector_class_is_stepped_as_it_is():
+    environments = make_environments(EnvironmentConfig("covey-tests/OnlyVector-v0", max_episode_steps=9), 2)
+    theirs = gym.make_vec("covey-tests/OnlyVector-v0", 1, "vector_entry_point")
+    np.testing.assert_array_equal(environments.reset([4, 5])[1], theirs.reset(seed=5)[0][0])
+    for t in range(9):
+        step = environments.step(np.array([0, t % 2]))
+        seen, reward, *_ = theirs.step(np.array([t % 2]))
+        np.testing.assert_array_equal(step.observation_ND[1], seen[0])
+        assert step.reward_N[1] == reward[0]
+    assert step.truncated_N[1], "the limit of the config"
+    environments.close()

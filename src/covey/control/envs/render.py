@@ -27,11 +27,17 @@ USUAL_FPS = 30.0  # default for an environment without render_fps
 
 
 def render_episode(
-    config: EnvironmentConfig, act: Callable[[NDArray[np.float32]], NDArray[Any]], seed: int, path: Path
+    config: EnvironmentConfig,
+    act: Callable[[NDArray[np.float32]], NDArray[Any]],
+    seed: int,
+    path: Path,
+    observing: Callable[[Environments], Environments] = lambda environments: environments,
 ) -> float:
     """Play one episode from the reset seed `seed` and write it to `path` as an animated GIF.
 
-    `act` maps one raw observation [1, D] to one action for `Environments.step`. The animation has the environment's own
+    `act` maps one raw observation [1, D] of `observing(environments)` to one action for `Environments.step`.
+
+    The animation has the environment's own
     speed; long episodes have fewer frames per second. No display is needed.
 
     Returns:
@@ -42,7 +48,7 @@ def render_episode(
     """
     single = replace(config, vectorization="auto")
     speed = _decisions_per_second(single)
-    environments = _make_drawn(single)
+    environments = observing(_make_drawn(single))
     film = _Film(speed)
     total = 0.0
     try:

@@ -22,7 +22,8 @@ MASK = "action_mask"  # key of a Dict observation
 
 
 class SpaceAdapter:
-    """Flattens observations to float32, numbers discrete actions from 0, clips and reshapes continuous ones.
+    """Flattens observations to float32 (bytes and booleans to uint8), numbers discrete actions from 0, clips and
+    reshapes continuous ones.
 
     A Box of any shape is flattened, a Discrete observation becomes one-hot; the parts of a Dict or a Tuple are
     concatenated in the order of Gymnasium's `flatten`. With `masked`, the mask of a Dict (V numbers, 1 for an action
@@ -44,7 +45,7 @@ class SpaceAdapter:
                 "MultiDiscrete, MultiBinary, and a Dict or Tuple of them, so wrap it "
                 "(gymnasium.wrappers.FilterObservation leaves parts of a Dict out)"
             )
-        self._observation_space = observation_space
+        self.observed: Space = observation_space  # without the mask
         self._is_box = isinstance(observation_space, spaces.Box)
         self.observation_size = int(spaces.flatdim(observation_space))
         if not 0 < self.observation_size <= MOST_NUMBERS:
@@ -52,7 +53,9 @@ class SpaceAdapter:
                 f"environment {where!r} observes {self.observation_size:,} numbers: a policy takes 1 to "
                 f"{MOST_NUMBERS:,}, so wrap it to observe fewer"
             )
-        self.note = _picture_note(where, observation_space)
+        # Bytes stay bytes, which the buffer of rollouts stores in a quarter of the memory.
+        bytes_alone = self._is_box and observation_space.dtype in (np.uint8, np.bool_)
+        self._row_dtype: type = np.uint8 if bytes_alone else np.float32
         self.actions: ActionSpace = actions_of(action_space, where)
         self._first: Any = getattr(action_space, "start", 0)
         self._shape: tuple[int, ...] = action_space.shape or ()
@@ -63,9 +66,9 @@ class SpaceAdapter:
         rest, mask_NV = self._parted(observations)
         if self._is_box:
             # A copy, because vector environments may reuse the array in their next step.
-            row_ND = np.array(rest, dtype=np.float32).reshape(len(rest), -1)
+            row_ND: NDArray[Any] = np.array(rest, dtype=self._row_dtype).reshape(len(rest), -1)
         else:
-            batched = batch_space(self._observation_space, len(next(iter(_leaves(rest)))))
+            batched = batch_space(self.observed, len(next(iter(_leaves(rest)))))
             row_ND = np.stack([self._flat(single) for single in iterate(batched, rest)])
         return row_ND if mask_NV is None else np.concatenate([row_ND, mask_NV.astype(row_ND.dtype)], axis=1)
 
@@ -84,7 +87,7 @@ class SpaceAdapter:
         return {name: part for name, part in observation.items() if name != MASK}, observation[MASK]
 
     def _flat(self, observation: Any) -> NDArray[np.float32]:
-        return np.asarray(spaces.flatten(self._observation_space, observation), dtype=np.float32)
+        return np.asarray(spaces.flatten(self.observed, observation), dtype=self._row_dtype)
 
     def random_actions(self, generator: np.random.Generator, row_NW: NDArray[Any]) -> NDArray[Any]:
         """An action for each of N rows of `flatten`, drawn uniformly from those that its mask allows (continuous:
@@ -120,18 +123,6 @@ def _is_numeric(space: Space) -> bool:
     if isinstance(space, spaces.Tuple):
         return all(map(_is_numeric, space.spaces))
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
-
-
-def _picture_note(where: str, space: Space) -> str:
-    """Warning for an environment that observes pictures; empty for any other."""
-    if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)):
-        return ""
-    size = " x ".join(map(str, space.shape))
-    return (
-        f"environment {where!r} observes pictures ({size}): they are flattened to {int(np.prod(space.shape)):,} "
-        "numbers from 0 to 255 for a network without convolutions, which learns little from them; observe something "
-        "smaller if you can (RAM, features), and set policy.normalise_observations = true"
-    )
 
 
 def _leaves(observations: Any) -> Any:

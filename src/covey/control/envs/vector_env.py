@@ -37,6 +37,8 @@ from covey.control.envs.manual_reset import (
 from covey.control.envs.masks import ActionMasks, find_reader, has_mask
 from covey.control.envs.registration import find_spec, refuse_broken
 from covey.control.envs.spaces import ActionSpace, SpaceAdapter
+from covey.control.envs.vector_of_one import VectorOfOne
+from covey.control.pictures import Picture
 
 PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0
@@ -82,7 +84,7 @@ class Environments:
         self.count: int = vector.num_envs
         self.observation_size: int = self._adapter.observation_size
         self.actions: ActionSpace = self._adapter.actions
-        self.note: str = self._adapter.note  # a note on the observations for the user, or empty
+        self.picture = Picture.of(self._adapter.observed)  # None: it observes no pictures
         self.metadata: dict[str, Any] = dict(vector.metadata)  # Gymnasium's: render_modes, render_fps
 
     @property
@@ -202,8 +204,6 @@ def make_environments(
             environment does not support.
     """
     spec = find_spec(config.id)
-    if spec.entry_point is None:
-        raise ConfigError(f"{config.id!r} has only a vector class: choose an environment with a class of its own")
     make_one = _Maker(config, spec, render_mode)
     make_all = partial(ManualResetVectorEnv, [make_one] * count, autoreset_mode=AutoresetMode.DISABLED)
     known = str(spec.entry_point).startswith(OF_GYMNASIUM) and not spec.additional_wrappers
@@ -318,8 +318,20 @@ class _Maker:
         config = self.config
         options: dict[str, Any] = {} if self.render_mode is None else {"render_mode": self.render_mode}
         limit = config.max_episode_steps or None
-        # `ActionRepeat` checks more than Gymnasium's checker.
-        env = gym.make(self.spec, max_episode_steps=limit, disable_env_checker=True, **options)
+        env: gym.Env
+        if self.spec.entry_point is None:
+            env = VectorOfOne(gym.make_vec(self.spec, 1, "vector_entry_point", **options))
+            if limit is not None:
+                env = gym.wrappers.TimeLimit(env, limit)
+        else:  # `ActionRepeat` checks more than Gymnasium's checker
+            env = gym.make(self.spec, max_episode_steps=limit, disable_env_checker=True, **options)
+        if config.frame_stack > 1:
+            if has_mask(env.observation_space):
+                raise ConfigError(
+                    f"environment.frame_stack: {config.id!r} has its action mask in the observation, which would be "
+                    "stacked too: give it in info['action_mask'], or by a method action_masks()"
+                )
+            env = gym.wrappers.FrameStackObservation(env, config.frame_stack)
         reader = find_reader(env) if config.action_masks and self.masked is not False else None
         self.masked = reader is not None
         masks = None if reader is None else ActionMasks(reader, env, config.id)
@@ -338,4 +350,4 @@ def _refuse_spaces(make_one: Callable[[], ActionRepeat], name: str) -> None:
 def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
     """True if BatchedCartPole implements these settings exactly."""
     plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
-    return plain and config.action_repeat == 1
+    return plain and config.action_repeat == config.frame_stack == 1
