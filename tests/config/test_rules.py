@@ -64,7 +64,7 @@ teacher.model = "policy"; teacher.prompt = "{{answer}}"; teacher.divergence = "j
 teacher.model = "policy" -> differs from the policy only by what its prompt says: set teacher.prompt
 teacher.model = "http://127.0.0.1:8000" -> servers return log-probabilities of the tokens that they sample
 teacher.weight = 0.5 -> teacher.weight is set, but has no effect while teacher.model is unset
-teacher.model = "reference"; teacher.mixture_weight = 0.3 -> teacher.mixture_weight is set, but has no effect while teacher.divergence is
+teacher.model = "reference"; teacher.mixture_weight = 0.3 -> has no effect while teacher.divergence is
 algorithm = "ppo"; steps = 5; update.critic_warmup_steps = 5 -> must be below the run's 5 steps
 critic.trunk = "policy" -> critic.trunk is set, but not used with grpo
 algorithm = "ppo"; critic.trunk = "both" -> critic.trunk must be own, policy or adapter
