@@ -23,7 +23,7 @@ from covey.config import ControlConfig
 from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, config_to_toml, read_tables, root_of
 from covey.llm.model.gguf import EMBEDDED
 from helpers.installed import Environment
-from helpers.judge_server import JudgeServer
+from helpers.judge_server import Asked, JudgeServer
 from helpers.openenv_server import EchoServer
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files
 from helpers.tiny_models import tiny_folder
@@ -120,7 +120,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 def servers() -> Iterator[dict[str, str]]:
     """Printed address -> that of a judge that likes every completion equally well, or of an OpenEnv server."""
     echo = EchoServer()
-    with JudgeServer(lambda asked: asked.say('{"reason": "it is a text", "score": 7}')) as server:
+
+    def judge(asked: Asked) -> None:
+        shown = asked.question.count("<completion number=")
+        asked.say(json.dumps({"reason": "it is a text", "score": 7, "scores": [7] * shown}))
+
+    with JudgeServer(judge) as server:
         yield {PRINTED_JUDGE: server.address, PRINTED_OPENENV: echo.url}
     echo.close()
 
