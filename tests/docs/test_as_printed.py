@@ -315,6 +315,23 @@ def test_a_page_runs_as_printed(
     assert not printed or any(environment.cache.rglob("kernels-*.so")), "the wheel's kernels were compiled"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda notebook: notebook.stem)
+def test_the_cells_of_a_notebook_run_one_after_the_other(
+    notebook: Path, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, on a tiny model and with few steps; the file has no outputs."""
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    names: dict[str, Any] = {}
+    for cell in cells:
+        program = shorter("".join(cell["source"])).replace("'smollm2-135m'", repr(str(tiny)))
+        exec(compile(program, notebook.name, "exec"), names)
+    assert (Path(names["result"]["run_dir"]) / "summary.json").is_file()
+
+
 def test_what_is_not_run_is_still_printed() -> None:
     printed = {
         shlex.join(words)
