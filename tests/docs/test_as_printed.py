@@ -23,7 +23,7 @@ from covey.config import ControlConfig
 from covey.config.recipe import PACKAGED_RECIPES, config_from_dict, config_to_toml, read_tables, root_of
 from covey.llm.model.gguf import EMBEDDED
 from helpers.installed import Environment
-from helpers.judge_server import JudgeServer
+from helpers.judge_server import Asked, JudgeServer
 from helpers.openenv_server import EchoServer
 from helpers.pages import EXAMPLES, PAGES, ROOT, Block, blocks_of, whole_recipe, write_files
 from helpers.tiny_models import tiny_folder
@@ -120,7 +120,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 def servers() -> Iterator[dict[str, str]]:
     """Printed address -> that of a judge that likes every completion equally well, or of an OpenEnv server."""
     echo = EchoServer()
-    with JudgeServer(lambda asked: asked.say('{"reason": "it is a text", "score": 7}')) as server:
+
+    def judge(asked: Asked) -> None:
+        shown = asked.question.count("<completion number=")
+        asked.say(json.dumps({"reason": "it is a text", "score": 7, "scores": [7] * shown}))
+
+    with JudgeServer(judge) as server:
         yield {PRINTED_JUDGE: server.address, PRINTED_OPENENV: echo.url}
     echo.close()
 
@@ -308,6 +313,23 @@ def test_a_page_runs_as_printed(
             if recipe not in trained:
                 reader.train(["train", recipe])
     assert not printed or any(environment.cache.rglob("kernels-*.so")), "the wheel's kernels were compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda notebook: notebook.stem)
+def test_the_cells_of_a_notebook_run_one_after_the_other(
+    notebook: Path, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, on a tiny model and with few steps; the file has no outputs."""
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    names: dict[str, Any] = {}
+    for cell in cells:
+        program = shorter("".join(cell["source"])).replace("'smollm2-135m'", repr(str(tiny)))
+        exec(compile(program, notebook.name, "exec"), names)
+    assert (Path(names["result"]["run_dir"]) / "summary.json").is_file()
 
 
 def test_what_is_not_run_is_still_printed() -> None:

@@ -38,7 +38,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def a_run(model: str, teacher: TeacherConfig, **changes: Any) -> RunConfig:
     config = RunConfig(
         model=model, steps=2, threads=1, precision="fp32", show_rollouts_every=0, teacher=teacher,
-        task=covey.ArithmeticConfig(digits=(1,)), rewards=(covey.RewardConfig(name="digits"),),
+        task=covey.ArithmeticConfig(digits=(1,)), rewards=(covey.RewardConfig(name="length", length_limit=5),),
         sampling=covey.SamplingConfig(prompts_per_step=3, group_size=3, max_new_tokens=4),
         loss=covey.LossConfig(kl_coefficient=0.0), evaluation=covey.EvaluationConfig(problems=2),
         update=covey.UpdateConfig(learning_rate=1e-3),
@@ -91,11 +91,11 @@ def test_teachers_of_every_kind(
     lines = metrics(a_run(models[model], named, **changes))
     assert len(lines) == 2
     for line in lines:
-        assert line["update/optimizer_steps"] == 1
-        assert line["teacher/divergence"] >= 0
+        assert taught == 0 or line["update/optimizer_steps"] == 1
+        assert line.get("teacher/divergence", 0.0) >= 0  # without teacher and advantage there is no update
         assert taught is None or line["teacher/rollouts"] == taught
     at_0 = taught == 0 or (teacher.model == "reference" and not teacher.prompt)  # the same prompt and weights
-    assert (lines[0]["teacher/divergence"] < 1e-6) == at_0
+    assert (lines[0].get("teacher/divergence", 0.0) < 1e-6) == at_0
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,47 @@ def test_a_changed_config_is_refused_with_the_first_difference(
     assert command == ["train", str(run_dir / "config.toml"), "--run-dir", f"{run_dir}-changed"]
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--steps", "6"], "steps of the run in {run} is reached already: 6 steps are done; give a higher --steps"),
+        (["--steps", "5"], "steps of the run in {run} is reached already: 6 steps are done; give a higher --steps"),
+        (["--steps", "many"], "--steps must be "),
+        (["--steps", "8", "--seed", "1"], "(steps, token_budget, time_budget, evaluation.patience): leave out --seed"),
+        (["--steps", "8", "--time-budget", "soon"], "time_budget must be a time above 0"),
+        (["--time-budget", "1h"], "steps of the run in {run} is reached already"),
+        (["--step", "8"], "unknown field --step (did you mean --steps?)"),
+    ],
+)
+def test_a_finished_run_goes_on_beyond_its_limits_only(
+    words: list[str], why: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(whole, tmp_path / "run")
+    before = files(copy)
+    assert main(["train", "--resume", str(copy), *words]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert why.format(run=copy) in said
+    assert {name: content for name, content in files(copy).items() if name != "covey.lock"} == {
+        name: content for name, content in before.items() if name != "covey.lock"
+    }
+
+
+def test_a_run_that_is_not_finished_ends_before_it_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", str(run_dir), "--steps", "8"]) == 2
+    assert f"first let it end with covey train --resume {run_dir}" in capsys.readouterr().err
+
+
+def test_the_settings_of_an_older_version_are_those_of_its_defaults(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that is new since the run began is not a change."""
+    origin = json.loads((run_dir / "origin.json").read_text())
+    del origin["config"]["evaluation"]["every"], origin["config"]["replay"]
+    (run_dir / "origin.json").write_text(json.dumps(origin))
+    assert f"resuming after step {KILLED - 1}" in resume(run_dir, capsys)
+
+
 @pytest.mark.slow
 def test_the_command_that_is_advised_after_a_change_works(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(run_dir / "config.toml", "steps = 6", "steps = 1")

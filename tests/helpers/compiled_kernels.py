@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs without a GPU, and prints the shared memory of each in bytes.
+"""Compiles the kernels for GPUs without a GPU, and prints the shared memory of each in bytes, by dtype.
 
     python compiled_kernels.py 90     for compute capability 9.0
 
@@ -65,9 +65,12 @@ def main() -> None:
         )
     )
     JITFunction.run = compile_only
+    of_dtypes = {}
     for dtype in (torch.bfloat16, torch.float32):
         compile_all(TritonKernels(dtype))
-    print(json.dumps(shared))
+        of_dtypes[str(dtype)] = shared.copy()
+        shared.clear()
+    print(json.dumps(of_dtypes))
 
 
 def compile_all(kernels: TritonKernels) -> None:

@@ -9,6 +9,7 @@ from covey.cli.options import Command, Parser, option
 from covey.config import ConfigError
 from covey.config.fields import command, or_list
 from covey.config.files import faults_of, user_path
+from covey.config.hub import new_repository, upload
 from covey.config.model_sources import locate_model
 from covey.config.terminal import say
 
@@ -16,7 +17,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 
 
 def _options(parser: Parser) -> None:
-    parser.usage = "covey export MODEL FOLDER [--gguf TYPE | --adapter]"
+    parser.usage = "covey export MODEL FOLDER [--gguf TYPE | --adapter] [--push NAME [--public]]"
     parser.epilog = (
         "The folder has the weights (safetensors), the config, the tokenizer and the chat template. It is loaded by\n"
         "transformers' from_pretrained, by covey and by other programs. The model of a run also gets a model card,\n"
@@ -28,6 +29,9 @@ def _options(parser: Parser) -> None:
     option(parser, f"--gguf {'|'.join(GGUF_TYPES)}", also, default="")
     alone = "write the adapter of a run with LoRA alone, in peft's format, instead of the model with merged weights"
     option(parser, "--adapter", alone)
+    push = "then upload the folder to the hub as USER/MODEL, a private model; hf auth login stores the access token"
+    option(parser, "--push NAME", push, default="")
+    option(parser, "--public", "with --push: the model may be seen by everybody")
 
 
 def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
@@ -37,6 +41,17 @@ def export_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
     check_new_folder(folder)
     if arguments.adapter and arguments.gguf:
         raise ConfigError("--gguf writes whole models: leave out --adapter or --gguf")
+    if arguments.public and not arguments.push:
+        raise ConfigError("--public belongs to --push NAME: add it, or leave out --public")
+    if arguments.push:
+        new_repository(arguments.push, public=arguments.public)
+    _export(arguments, folder)
+    if arguments.push:
+        say(f"{upload(folder, arguments.push)} has the folder")
+
+
+def _export(arguments: argparse.Namespace, folder: Path) -> None:
+    """Write the folder, and say what is in it."""
     from covey.experiment.export import export_adapter, export_model
 
     if arguments.adapter:

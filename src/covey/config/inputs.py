@@ -9,6 +9,7 @@ from pathlib import Path
 from covey.config.control import ControlConfig
 from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.config.files import faults_of, user_path
+from covey.config.hub import HubData
 from covey.config.llm import RunConfig
 from covey.config.model_sources import adapter_files, locate_model
 from covey.config.named_modules import data_files, find_module, place_of
@@ -30,10 +31,14 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     if not isinstance(config, RunConfig):
         return {}
     names = []
+    of_hub: dict[str, Path] = {}
     if isinstance(config.task, DatasetConfig) and not own_task:
-        for path in filter(None, (config.task.path, config.task.held_out_path)):
+        for path in filter(None, config.task.sources):
             folder = user_path(path)
-            names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
+            if HubData.read(path):
+                of_hub |= {f"{path} {file.name}": file for file in data_files(folder, path)}
+            else:
+                names += [str(file) for file in data_files(folder, path)] if folder.is_dir() else [path]
     rewards = () if own_rewards else config.rewards
     names += [reward.judge_prompt_file for reward in rewards]
     functions = [config.conversation.source, config.process.boundary, *(reward.function for reward in rewards)]
@@ -42,7 +47,8 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     names += [name for reward in rewards if reward.model for name in model_files(locate_reward_model(reward.model))]
     names += model_files(locate_model(config.teacher.model)) if config.teacher.is_own_model else []
     names += adapter_files(config.lora.adapter) if config.lora.adapter else []
-    return {name: _checksum(user_path(name)) for name in names if name}
+    files = {name: user_path(name) for name in names if name}
+    return {name: _checksum(file) for name, file in (files | of_hub).items()}
 
 
 def _checksum(path: Path) -> str:

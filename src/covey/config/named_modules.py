@@ -23,6 +23,7 @@ from pathlib import Path
 from covey.config.common import ConfigError
 from covey.config.fields import check_text, did_you_mean, missing_file
 from covey.config.files import read_file, read_json, user_path
+from covey.config.hub import HubData, hub_files
 
 _SITE = {"site-packages", "dist-packages"}  # folders of installed packages
 _OWN = "a recipe names your own files"
@@ -248,11 +249,14 @@ def check_data(name: str, where: str, others: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: in one line, with the fix.
     """
-    path = user_path(name, f"{where}: ")
-    if not (path.is_file() or path.is_dir()):
+    path, of_hub = user_path(name, f"{where}: "), HubData.read(name)
+    if of_hub is not None:
+        of_hub.check(where)
+    elif not (path.is_file() or path.is_dir()):
         raise ConfigError(f"{where}: {missing_file(path, name)}{did_you_mean(name, list(others))}")
-    if is_arrow(path):
-        data_files(path, f"{where}: {name}")
+    if of_hub is not None or is_arrow(path):
+        if of_hub is None:
+            data_files(path, f"{where}: {name}")
         if find_spec("pyarrow") is None:
             raise ConfigError(f'{where}: {name} is read with pyarrow: pip install "covey[arrow]"')
 
@@ -263,11 +267,13 @@ def is_arrow(file: Path) -> bool:
 
 
 def data_files(path: Path, name: str) -> list[Path]:
-    """The data files of a path: the file itself, or those of a folder of the package datasets.
+    """The data files of a path: the file itself, or those in a folder of the package datasets or a data set of the hub.
 
     Raises:
-        ConfigError: if a folder holds no data set, or several.
+        ConfigError: if a folder holds no data set, or several; if the hub has no such data set.
     """
+    if of_hub := HubData.read(name):
+        return list(hub_files(of_hub))
     if not path.is_dir():
         return [path]
     if (path / SPLITS_FILE).is_file():

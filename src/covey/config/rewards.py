@@ -277,6 +277,11 @@ class RewardConfig(Table):
     judge_words: tuple[str, ...] = _of_judge(
         (), 'judge: words that stand for numbers, such as ["good = 1", "bad = 0"]; the last one counts'
     )
+    judge_order: bool = _of_judge(
+        False,
+        "judge of a question with {completions}: the list in its reply has the numbers of the completions from the "
+        "best to the worst, in place of their scores",
+    )
     judge_range: tuple[float, ...] = _of_judge(
         (0.0, 1.0), "judge: lowest and highest score; grading fails for a score outside of it"
     )
@@ -432,8 +437,14 @@ class RewardConfig(Table):
     def _check_judge(self) -> None:
         """Refuse a judge that cannot be asked. Its server is not contacted, and no message has its token."""
         check_judge_address(self.judge, allow_remote=self.allow_remote)
-        if "{completion}" not in self.judge_question:
+        if self.ranks:
+            self._check_ranking()
+        elif "{completion}" not in self.judge_question:
             raise ConfigError("the judge's question has no {completion}, so it does not see what it judges")
+        elif self.judge_order:
+            raise ConfigError(
+                "judge_order is for a question with all completions of a group: write {completions} in it"
+            )
         _ = self.judge_body
         low, high = self.judge_range
         for word, value in self.judge_scores.items():
@@ -455,6 +466,30 @@ class RewardConfig(Table):
             raise ConfigError(f"judge_token_file: {missing_file(path, file)}")
         if variable or file:
             judge_token(variable, str(path))
+
+    def _check_ranking(self) -> None:
+        """Refuse settings of a judge of single completions in one that ranks a group."""
+        if "{completion}" in self.judge_question:
+            raise ConfigError(
+                "the judge's question has {completion} and {completions}: leave out the first to compare all "
+                "completions of a group, or the second to judge each alone"
+            )
+        if not self.judge_field:
+            raise ConfigError(
+                "the judge's question has {completions}, so its reply is a JSON object with a list: name its field in "
+                'judge_field, such as "scores"'
+            )
+        for name in ("judge_words", "binary", "score"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is set, but the judge's question has {{completions}}, and its scores compare the "
+                    f"completions of a group only: remove {name}"
+                )
+
+    @property
+    def ranks(self) -> bool:
+        """True for a judge whose question has all completions of a group. Raises ConfigError as `judge_question`."""
+        return bool(self.judge) and "{completions}" in self.judge_question
 
     @property
     def judge_question(self) -> str:

@@ -95,6 +95,7 @@ def validate(
         read_token(default_token_file(), f"{serve} creates the access token, start it first")
     for number, reward in enumerate(config.rewards, start=1):
         check_reward(reward, f"[[rewards]] number {number}")
+        refuse(_ranking(config, f"[[rewards]] number {number}") if reward.ranks else ())
     locate_model(config.model)
 
 
@@ -409,6 +410,30 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
             "loss.kl_estimator = 'exact' with kl_to = 'behavior' would need the weights that sampled beside those "
             "that learn: use 'k3', or set kl_to to 'reference'",
             {"loss.kl_estimator": Default},
+        )
+
+
+MOST_RANKED = 32  # completions in one question of a judge
+
+
+def _ranking(config: RunConfig, where: str) -> Iterator[Fault]:
+    """What a judge that compares the completions of a group does not support; `where` names its table."""
+    sampling = config.sampling
+    largest = max(sampling.group_size, sampling.final_group_size or 0)
+    if config.algorithm in NOT_BY_GROUP:
+        yield Fault(
+            f"{where}: a judge with {{completions}} in its question compares the completions of a group only, and "
+            f"{config.algorithm} compares groups with each other: choose grpo, or judge each {{completion}}"
+        )
+    if sampling.adaptive:
+        yield Fault(
+            f"{where}: with sampling.adaptive a group is sampled and judged in two parts, whose scores cannot be "
+            "compared: remove adaptive, or judge each {completion}"
+        )
+    if largest > MOST_RANKED:
+        yield Fault(
+            f"{where}: one question has all completions of a group, at most {MOST_RANKED}, and the group size is "
+            f"{largest}: lower it, or judge each {{completion}}"
         )
 
 

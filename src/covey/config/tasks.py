@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
-from covey.config.common import ConfigError, Table, config_field, table
+from covey.config.common import ConfigError, Fault, Table, config_field, table
 from covey.config.files import read_assignments
+from covey.config.hub import DATA, HubData
 from covey.config.named_modules import check_data
 from covey.config.rewards import BUILT_IN_REWARDS
 
@@ -103,8 +106,14 @@ class HumanEvalConfig(Table):
 class DatasetConfig(Table):
     path: str = config_field(
         "",
-        "JSONL or Parquet file, or a folder of the package datasets (save_to_disk); each row has a 'prompt' (string or "
-        "chat messages) and any other columns",
+        "JSONL or Parquet file, a folder of the package datasets (save_to_disk), or a data set of the hub, such as "
+        "hub:openai/gsm8k; each row has a 'prompt' (string or chat messages) and any other columns",
+    )
+    subset: str = config_field("", "of a data set of the hub: its configuration; empty: its only one, or 'default'")
+    split: str = config_field("train", "of a data set of the hub: the split to train on")
+    held_out_split: str = config_field("", "of a data set of the hub: the split to evaluate on, in place of a fraction")
+    columns: tuple[str, ...] = config_field(
+        (), "columns that get the names that rewards expect, each as NEW = OLD: prompt = problem, answer = solution"
     )
     held_out_path: str = config_field("", "such a file of held-out prompts; empty takes held_out_fraction of `path`")
     held_out_fraction: float = config_field(
@@ -120,12 +129,44 @@ class DatasetConfig(Table):
         advanced=True,
     )
 
+    @property
+    def sources(self) -> tuple[str, str]:
+        """The names of the training and of the held-out data, as `data_files` reads them; empty: there is none."""
+        of_hub = HubData.read(self.path)
+        if of_hub is None:
+            return self.path, self.held_out_path
+        held_out = of_hub._replace(subset=self.subset, split=self.held_out_split).name if self.held_out_split else ""
+        return of_hub._replace(subset=self.subset, split=self.split).name, held_out or self.held_out_path
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The columns that are renamed, by their new names. Raises ConfigError for an entry that is not NEW = OLD."""
+        found: dict[str, str] = {}
+        for entry in self.columns:
+            new, equals, old = (part.strip() for part in entry.partition("="))
+            if not (new and equals and old) or new in found:
+                raise ConfigError(f"task.columns has {entry!r:.80}: an entry is NEW = OLD, such as 'prompt = problem'")
+            found[new] = old
+        return found
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.path.startswith(DATA):
+            for item in fields(self):
+                if item.name in ("subset", "split", "held_out_split") and getattr(self, item.name) != item.default:
+                    yield Fault(f'task.{item.name} is for a data set of the hub, path = "hub:NAME": remove {item.name}')
+        elif ":" in self.path.removeprefix(DATA):
+            yield Fault(f"task.path: write {self.path!r:.80} as hub:NAME, and the rest in task.subset and task.split")
+        if self.held_out_split and self.held_out_path:
+            yield Fault("task.held_out_split and task.held_out_path are both set: give one of them")
+
     def check(self) -> None:
         if not self.path:
             raise ConfigError('the dataset task needs a file: set path = "prompts.jsonl" in [task]')
-        check_data(self.path, "task.path")
-        if self.held_out_path:
-            check_data(self.held_out_path, "task.held_out_path")
+        training, held_out = self.sources
+        check_data(training, "task.path")
+        if held_out:
+            check_data(held_out, "task.held_out_path")
+        _ = self.renamed
 
 
 @table(frozen=True)

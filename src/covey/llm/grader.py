@@ -68,7 +68,15 @@ class RewardGrader:
             names.append(reward.name)
             same = names.count(reward.name)
             self.rewards.append(reward if same == 1 else replace(reward, name=f"{reward.name}_{same}"))
-        by_preference = sorted(self.rewards, key=lambda reward: (not reward.score, reward.per_step))
+        by_preference = sorted(
+            self.rewards, key=lambda reward: (not reward.score, reward.caller.by_group, reward.per_step)
+        )
+        own = [reward for reward in by_preference if not reward.shaping]
+        if own and own[0].caller.by_group:
+            raise ConfigError(
+                f"reward {own[0].name!r} compares the completions of a group, and an evaluation has one answer "
+                "to a prompt: let another reward have score = true (weight = 0: it is only measured)"
+            )
         self.score_name = by_preference[0].name
         self.score_kind = "accuracy" if by_preference[0].binary else "score"  # a key of tracking's SCORE_KINDS
         self.score_range = by_preference[0].range
@@ -255,6 +263,8 @@ class RewardGrader:
 
     @staticmethod
     def _try_reward(reward: WeightedReward, groups: Sequence[Group]) -> list[RewardResult]:
+        if reward.caller.by_group:  # beside an empty completion
+            groups = [Group(one.start, [*one.rollouts, replace(one.rollouts[0], text="")]) for one in groups]
         try:
             verdicts = reward.evaluate(groups)
         except CallTimeout:
@@ -268,7 +278,7 @@ class RewardGrader:
         for verdict in verdicts:
             if verdict.error:
                 raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
-        return verdicts
+        return verdicts[:: 1 + reward.caller.by_group]
 
     def close(self) -> None:
         """End the processes of the reward functions."""

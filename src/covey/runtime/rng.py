@@ -28,6 +28,7 @@ SELECTING = 6  # stream of the completions of a group that become examples for a
 REPLAYING = 7  # stream of the examples of earlier iterations on which a reward model is trained again
 ADAPTING = 8  # stream of the first matrices of a low-rank adapter
 CLIPPING = 9  # stream of the decisions without a policy gradient (Clip-Cov)
+RANKING = 10  # stream of the order in which a judge sees the completions of a group
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

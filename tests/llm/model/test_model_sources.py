@@ -7,10 +7,7 @@ import json
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -19,13 +16,13 @@ import torch
 
 from covey import GRPOTrainer, PPOTrainer
 from covey.cli.main import main
-from covey.config import ConfigError
+from covey.config import ConfigError, hub
 from covey.config.model_sources import ModelKind, locate_model
 from covey.config.recipe import config_from_dict, read_tables
 from covey.experiment import evaluation
-from covey.llm.model import files as hub
 from covey.llm.model.loading import load_model
 from covey.runtime.device import Machine
+from helpers.fake_hub import FakeHub, fake_hub
 from helpers.tiny_models import tiny_folder, tiny_gguf
 
 CPU = torch.device("cpu")
@@ -277,72 +274,13 @@ def test_what_is_no_model_is_one_line_in_every_command(model, message, places, t
     assert all(len(line.split("error: ")) == 2 for line in capsys.readouterr().err.splitlines() if "error: " in line)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as a download needs, over a folder; or a hub that never answers."""
-
-    folder: Path
-    silent = False
-    asked: list[str]
-    VERSION = "b" * 40
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        if self.silent:
-            time.sleep(30)
-            return
-        path = self.path.split("?")[0]
-        files = {file.name: file for file in self.folder.iterdir()}
-        if "someone/tiny" not in path:
-            self.reply(404, b"{}", **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        elif "/tree/" in path:
-            listed = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": f"{number:040d}"}
-                for number, (name, file) in enumerate(files.items())
-            ]
-            self.reply(200, json.dumps(listed).encode())
-        elif path.startswith("/api/models/"):
-            siblings = [{"rfilename": name} for name in files]
-            self.reply(200, json.dumps({"id": "someone/tiny", "sha": self.VERSION, "siblings": siblings}).encode())
-        else:
-            name = path.rpartition("/")[2]
-            etag = f'"{list(files).index(name):040d}"'
-            self.reply(200, files[name].read_bytes(), **{"ETag": etag, "X-Repo-Commit": self.VERSION})
-
-    def reply(self, status: int, content: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
 @pytest.fixture
-def server(places, tmp_path, monkeypatch) -> Iterator[type[Hub]]:
+def server(places, tmp_path, monkeypatch) -> Iterator[type[FakeHub]]:
     shutil.copytree(places["folder"], tmp_path / "repository")
     (tmp_path / "repository" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    handler = type("Handler", (Hub,), {"folder": tmp_path / "repository", "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        http.daemon_threads, http.block_on_close = True, False
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{http.server_port}"
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + template[template.index("/{repo_id}") :]
-        )
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.delenv(variable, raising=False)
-        yield handler
-        http.shutdown()
+    repositories = {"models/someone/tiny": {"main": tmp_path / "repository"}}
+    with fake_hub(repositories, tmp_path / "hub", monkeypatch) as hub_server:
+        yield hub_server
 
 
 @pytest.mark.slow

@@ -199,10 +199,11 @@ def test_every_kernel_can_be_compiled_and_fits_the_gpus_of_laptops(capability):
     script = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
     found = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
-    shared = json.loads(found.stdout)
+    low, exact = json.loads(found.stdout).values()
     from covey.llm.native import triton_functions
 
     jitted = {name for name, value in vars(triton_functions).items() if type(value).__name__ == "InterpretedFunction"}
     called = "product rows_of tile_of parent_of attend_part store_part first_seen within gate_of"
-    assert shared.keys() == jitted - set(called.split()), "those called by others"
-    assert max(shared.values()) <= 99 << 10
+    assert low.keys() == exact.keys() == jitted - set(called.split()), "those called by others"
+    assert max(low.values()) <= 99 << 10
+    assert max(exact.values()) <= 163 << 10  # an A100's; elsewhere fp32 may fall back to torch

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -176,13 +177,13 @@ def build(tmp_path: Path):
     """Build a grader with one judge at a server; all are closed at the end."""
     graders: list[RewardGrader] = []
 
-    def make(server: JudgeServer | str, **fields: Any) -> RewardGrader:
+    def make(server: JudgeServer | str, beside: Sequence[RewardConfig] = (), **fields: Any) -> RewardGrader:
         address = server if isinstance(server, str) else server.address
         own = {
             "judge": address, "judge_model": "tiny", "judge_prompt": "{prompt}|{completion}|{answer}",
             "judge_cache": str(tmp_path / "cache"), "judge_retries": 0, "timeout_seconds": 60.0,
         }  # fmt: skip
-        one = build_grader([RewardConfig(**(own | fields))], ())
+        one = build_grader([RewardConfig(**(own | fields)), *beside], ())
         graders.append(one)
         return one
 
@@ -639,6 +640,134 @@ def test_a_cache_that_cannot_be_written_costs_no_score(build, tmp_path: Path, ca
     assert capfd.readouterr().err.count("the judge's replies cannot be stored in") == 1
 
 
+# ---- a judge that ranks a group ----
+
+
+RANKING: dict[str, Any] = {
+    "judge_prompt": "{prompt}\n{answer}\n{completions}", "judge_field": "scores", "judge_range": (0.0, 10.0),
+}  # fmt: skip
+BESIDE = RewardConfig(name="exact", score=True, weight=0.0)
+
+
+def numbered(question: str) -> list[str]:
+    """The completions of a question in the order in which they are shown."""
+    found = re.findall(r'<completion number="(\d+)">\n(.*?)\n</completion>', question, re.DOTALL)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [text for _, text in found]
+
+
+def by_length(asked: Asked) -> None:
+    asked.say(json.dumps({"why": "longer is better", "scores": [len(text) for text in numbered(asked.question)]}))
+
+
+def from_the_longest(asked: Asked) -> None:
+    texts = numbered(asked.question)
+    asked.say(json.dumps({"scores": [texts.index(text) + 1 for text in sorted(texts, key=len, reverse=True)]}))
+
+
+@pytest.mark.parametrize(
+    ("act", "order", "expected"),
+    [(by_length, False, [1.0, 4.0, 1.0, 2.0]), (from_the_longest, True, [0.0, 10.0, 0.0, 5.0])],
+)
+def test_one_question_scores_all_completions_of_a_group(build, act, order: bool, expected: list[float]) -> None:
+    """Equal completions are shown once; a group is never compared with another one, also of the same prompt."""
+    with JudgeServer(act) as server:
+        one = build(server, beside=[BESIDE], **RANKING, judge_order=order)
+        groups = [
+            group("c", "cccc", "c", "cc", answer="x"),
+            group("bbb", "bb", answer="x"),
+            group("c", "c", answer="x"),
+        ]
+        graded = one.grade(groups)
+        assert rewards_of(graded)[:4] == expected
+        assert rewards_of(graded)[4:6] == ([10.0, 0.0] if order else [3.0, 2.0])
+        assert rewards_of(graded)[6:] == [0.0, 0.0], "the rest is the other reward, 0 with weight 0"
+        assert len(server.questions) == 2
+        assert sorted(sorted(numbered(question)) for question in server.questions) == [
+            ["bb", "bbb"],
+            ["c", "cc", "cccc"],
+        ]
+        [question] = [question for question in server.questions if "cccc" in question]
+        assert [numbered(question)[rollout.extras["judge"]["number"] - 1] for rollout in groups[0].rollouts] == [
+            "c", "cccc", "c", "cc",
+        ]  # fmt: skip
+        one.grade([group("cc", "cccc", "c", answer="x")])
+        assert len(server.questions) == 2, "the order of a question does not depend on the order of the siblings"
+
+
+def test_the_places_of_completions_are_random_and_repeatable(build) -> None:
+    first = []
+    for _ in range(2):
+        with JudgeServer(by_length) as server:
+            one = build(server, beside=[BESIDE], **RANKING)
+            one.grade([group("low", f"high {number}", answer="x") for number in range(40)])
+        first.append([numbered(question)[0] == "low" for question in sorted(server.questions)])
+    assert first[0] == first[1]
+    assert 10 <= sum(first[0]) <= 30  # 20 expected, standard deviation 3.2
+
+
+@pytest.mark.parametrize(
+    ("reply", "order", "why"),
+    [
+        ('{"scores": [1, 2]}', False, "no JSON object with a list of 3 in 'scores'"),
+        ('{"scores": [1, 2, 3, 4]}', False, "no JSON object with a list of 3 in 'scores'"),
+        ('{"scores": 3}', False, "no JSON object with a list of 3 in 'scores'"),
+        ("7", False, "no JSON object with a list of 3 in 'scores'"),
+        ('{"scores": [1, 2, 11]}', False, "the score 11 is outside judge_range"),
+        ('{"scores": [1, 2, null]}', False, "no number where the score should be"),
+        ('{"scores": [1, 2, NaN]}', False, "is not finite"),
+        ('{"scores": [1, 2, "good"]}', False, "no number where the score should be"),
+        ('{"scores": [1, 2, 1%s]}' % ("0" * 400), False, "the score is too large"),
+        ('{"scores": [1, 2, 2]}', True, "is not an order of the numbers 1 to 3"),
+        ('{"scores": [0, 1, 2]}', True, "is not an order of the numbers 1 to 3"),
+        ('{"scores": [1, 2, "3"]}', True, "is not an order of the numbers 1 to 3"),
+        ('{"scores": [1, 2, 3', True, "no JSON object with a list of 3 in 'scores'"),
+    ],
+)
+def test_a_malformed_or_partial_list_fails_its_group_only(build, reply: str, order: bool, why: str) -> None:
+    def answer(asked: Asked) -> None:
+        count = len(numbered(asked.question))
+        asked.say(reply if count == 3 else json.dumps({"scores": list(range(1, count + 1)) if order else [5] * count}))
+
+    with JudgeServer(answer) as server:
+        one = build(server, beside=[BESIDE], **RANKING, judge_order=order)
+        groups = [group("a", "b", "c", answer="x"), group(*map(str, range(20)), answer="x")]
+        found = rewards_of(one.grade(groups))
+        assert found[:3] == [None] * 3
+        assert None not in found[3:]
+        assert all(why in error for error in errors_of(one, groups[:1]))
+
+
+def test_a_judge_that_ranks_is_no_score_of_an_evaluation_and_is_tried_beside_an_empty_completion(build) -> None:
+    with pytest.raises(ConfigError, match="let another reward have score = true"):
+        build("http://127.0.0.1:9", **RANKING)
+    with JudgeServer(by_length) as server:
+        one = build(server, beside=[BESIDE], **RANKING)
+        assert one.score_name == "exact"
+        one.check([Start(index=0, prompt="p", columns={"answer": "0.5"})])
+        assert sorted(numbered(server.questions[0])) == ["", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--algorithm ppo", "ppo compares groups with each other"),
+        ("--adaptive true --initial-group-size 2", "a group is sampled and judged in two parts"),
+        ("--group-size 33", "at most 32, and the group size is 33"),
+        ("--final-group-size 40", "at most 32, and the group size is 40"),
+    ],
+)
+def test_what_compares_more_than_one_question_is_refused(words: str, why: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        '[task]\nname = "arithmetic"\n[[rewards]]\njudge = "http://localhost:8000/v1"\njudge_model = "m"\n'
+        'judge_prompt = "{completions}"\njudge_field = "scores"\n[[rewards]]\nname = "numeric"\n'
+    )
+    read_recipe(recipe)
+    with pytest.raises(ConfigError, match=why):
+        read_recipe(recipe, words.split())
+
+
 # ---- the dry run and the fields ----
 
 
@@ -678,6 +807,14 @@ GOOD: dict[str, Any] = {"judge": "http://127.0.0.1:1/v1", "judge_model": "m", "j
         ({"judge_model": ""}, "judge_model is empty"),
         ({"judge_prompt": ""}, "has no judge_prompt"),
         ({"judge_prompt": "is it good?"}, r"has no \{completion\}"),
+        ({"judge_prompt": "{completion} {completions}", "judge_field": "s"}, r"has \{completion\} and \{completions\}"),
+        ({"judge_prompt": "{completions}"}, "a JSON object with a list: name its field in judge_field"),
+        (
+            {"judge_prompt": "{completions}", "judge_field": "s", "score": True},
+            "score is set, but the judge's question",
+        ),
+        ({"judge_prompt": "{completions}", "judge_field": "s", "binary": True}, "binary is set, but the judge's"),
+        ({"judge_order": True}, r"judge_order is for a question with all completions .* write \{completions\}"),
         ({"judge_prompt_file": "x.txt"}, "has both judge_prompt and judge_prompt_file"),
         ({"judge_prompt": "", "judge_prompt_file": "none.txt"}, "judge_prompt_file: there is no file none.txt"),
         ({"judge_pattern": "("}, "is not a regular expression"),

@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from covey.config import ConfigError, DatasetConfig
 from covey.config.fields import plural
 from covey.config.files import parse_json, path_error, read_file, shortened, user_path
+from covey.config.hub import HubData
 from covey.config.machine import memory_bytes
 from covey.config.named_modules import data_files, is_arrow
 from covey.llm.data.arrow import check_count, plain_record, read_arrow
@@ -87,20 +88,21 @@ def read_data(config: DatasetConfig) -> Split[Row]:
         ConfigError: if a file is missing, empty or too large, or has an unusable line; if no row is left to train on or
             to hold out.
     """
+    training, held_out = config.sources
     return divide(
-        read_rows(config.path),
-        read_rows(config.held_out_path) if config.held_out_path else [],
+        read_rows(training, config.columns),
+        read_rows(held_out, config.columns) if held_out else [],
         config.held_out_fraction,
-        paths=(config.path, config.held_out_path),
+        paths=(training, held_out),
         drop=config.overlap == "drop",
         remedy='; set task.overlap = "drop"',
         one_prompt=ONE_PROMPT.format(path=config.path),
     )
 
 
-def read_rows(path: str) -> list[Row]:
-    """All rows of a JSONL file, whose blank lines are skipped, of a Parquet or Arrow file, or of a folder that the
-    package datasets saved.
+def read_rows(path: str, columns: tuple[str, ...] = ()) -> list[Row]:
+    """All rows of a JSONL file, whose blank lines are skipped, of a Parquet or Arrow file, of a folder that the package
+    datasets saved, or of a data set of the hub; with some columns renamed (`DatasetConfig.columns`).
 
     Raises:
         ConfigError: "data.jsonl line 7: ..." for the first line that is unusable.
@@ -111,7 +113,7 @@ def read_rows(path: str) -> list[Row]:
     except OSError as error:
         raise path_error(error, f"{path}: cannot be read", file) from error
     version = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in statuses)
-    return _read_rows(path, file.absolute(), version)
+    return _read_rows(path, file.absolute(), version, columns)
 
 
 # Suffix -> the pandas function that reads such files. A .json file may hold JSON lines, so it is read as JSONL.
@@ -123,11 +125,25 @@ OTHER_FORMATS = {
 
 
 @lru_cache(maxsize=2)  # `covey check` and `covey train` read the data before torch is loaded, the task after it
-def _read_rows(path: str, file: Path, _version: tuple[tuple[int, ...], ...]) -> list[Row]:
-    rows = [row_of(place, record) for place, record in _records(path, file)]
+def _read_rows(
+    path: str, file: Path, _version: tuple[tuple[int, ...], ...], columns: tuple[str, ...] = ()
+) -> list[Row]:
+    names = DatasetConfig(columns=columns).renamed
+    rows = [row_of(place, _with_names(record, names, place)) for place, record in _records(path, file)]
     if not rows:
         raise ConfigError(f"{path} is empty: it needs rows with a 'prompt', in JSONL one JSON object on each line")
     return rows
+
+
+def _with_names(record: dict[str, Any], names: Mapping[str, str], place: str) -> dict[str, Any]:
+    """A row with some columns under new names. Raises ConfigError if one is not there."""
+    if missing := next((old for old in names.values() if old not in record), None):
+        found = ", ".join(map(shortened, list(record)[:8])) or "none"
+        raise ConfigError(
+            f"{place}: task.columns names the column {shortened(missing)}, which is missing (columns: {found})"
+        )
+    kept = {name: value for name, value in record.items() if name not in names.values()}
+    return kept | {new: record[old] for new, old in names.items()}
 
 
 def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
@@ -148,7 +164,7 @@ def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
 def _records(path: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the object of every row; blank lines are skipped."""
     most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
-    if is_arrow(file):
+    if HubData.read(path) or is_arrow(file):
         for number, row in read_arrow(file, path, most):
             place = f"{path} row {number}"
             with faults_at(place):

@@ -17,10 +17,10 @@ def places(template: str) -> list[str]:
 
 def filled(template: str, columns: Mapping[str, Any]) -> str:
     """The template with the columns in their places. What is filled in is not searched for places again."""
-    return _PLACE.sub(lambda match: _text(columns[match[1]]), template)
+    return _PLACE.sub(lambda match: as_text(columns[match[1]]), template)
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as text: chat messages by their contents, with the roles if there are several."""
     if isinstance(value, str):
         return value

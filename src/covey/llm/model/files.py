@@ -11,23 +11,15 @@ import logging
 import math
 import os
 import re
-import threading
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -44,7 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from covey.config import ConfigError, files
+from covey.config import ConfigError, files, hub
 from covey.config.fields import or_list
 from covey.config.files import machine_error, path_error, walk
 from covey.config.model_sources import MODEL_CONFIG_FILE
@@ -482,7 +474,6 @@ def save_weights(module: PreTrainedModel, state: dict[str, Tensor], folder: Path
         module.config.save_pretrained(folder)
 
 
-ANSWER_SECONDS = 8.0  # deadline of the hub's answer; the download itself has none
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # no pickle
 NOT_HERE = (
     "name a folder or a .gguf file, or download it where there is a network (hf download {name} --local-dir FOLDER) "
@@ -509,26 +500,13 @@ def download(name: str) -> Path:
     Raises:
         ConfigError: if the hub has no such model, or does not answer and there is no local version.
     """
-    offline = constants.is_offline_mode()
-    failure = "HF_HUB_OFFLINE is set" if offline else ""
-    if not offline:
-        try:
-            _ask(name)
-        except (RepositoryNotFoundError, HFValidationError) as error:
-            raise ConfigError(
-                f"model {name!r} is neither a folder nor a model of the hub (or it is private): check its name"
-            ) from error
-        except GatedRepoError as error:
-            raise ConfigError(
-                f"model {name!r} asks for its licence to be accepted: do so on {constants.ENDPOINT}/{name}, then hf "
-                "auth login"
-            ) from error
-        except Exception as error:  # any of the layers below: names, sockets, TLS, proxies, HTTP
-            failure = type(error).__name__
-            if "Timeout" in failure:
-                failure = f"it did not answer within {ANSWER_SECONDS:g} s"
-            if isinstance(error, HfHubHTTPError) and error.response is not None:
-                failure = f"HTTP status {error.response.status_code}"
+    answer = hub.ask(
+        lambda: HfApi().model_info(name, timeout=hub.ANSWER_SECONDS),
+        f"model {name!r}",
+        missing="neither a folder nor a model of the hub",
+        page=name,
+    )
+    failure = answer if isinstance(answer, str) else ""
     if failure:
         folder = cached_folder(name)
         if folder is None:
@@ -544,28 +522,3 @@ def download(name: str) -> Path:
         raise ConfigError(
             f"model {name!r} cannot be downloaded ({type(error).__name__}: {error}): try again"
         ) from error
-
-
-def _ask(name: str) -> None:
-    """Ask the hub for a model, in a thread, because a name server, a proxy or a hub that never answers can delay a
-    request beyond its own time limit.
-
-    Raises:
-        TimeoutError: at the deadline. Exception: any of the request.
-    """
-    answers: SimpleQueue[Exception | None] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(name, timeout=ANSWER_SECONDS)
-            answers.put(None)
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True, name="covey-hub").start()
-    try:
-        error = answers.get(timeout=ANSWER_SECONDS)
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error

@@ -24,13 +24,16 @@ VARIANTS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "x86_64": ("x86-64", {"amx": _AMX, "avx512_bf16": _AVX512_BF16, "avx512": _AVX512, "avx2": _AVX2}),
     "aarch64": ("armv8-a", {"neon": ("asimd",)}),
 }
+# Intel alone makes processors with AVX-512 and without AVX512-BF16. With GCC 12's general tuning fp32 has other bits
+# there than with -march=native.
+TUNING = {"avx512": ["-mtune=skylake-avx512"]}
 
 
 def flags_of(machine: str, name: str) -> list[str]:
     """The compiler's flags of a variant."""
     base, variants = VARIANTS[machine]
     options = [f"-m{feature.replace('avx512_', 'avx512').replace('_', '-')}" for feature in variants[name]]
-    return ["-O3", f"-march={base}", *(options if machine == "x86_64" else ()), *FLAGS]
+    return ["-O3", f"-march={base}", *(options if machine == "x86_64" else ()), *TUNING.get(name, ()), *FLAGS]
 
 
 def fitting(machine: str, features: Collection[str]) -> str | None:

@@ -29,10 +29,11 @@ import httpx2
 from covey.config import ConfigError, MachineError, RewardConfig
 from covey.config.files import make_folder, user_path
 from covey.config.servers import endpoint, hide, is_this_machine, judge_token
-from covey.llm.data.template import filled, places
+from covey.llm.data.template import as_text, filled, places
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
 from covey.runtime.event_loop import background
+from covey.runtime.rng import RANKING, permutation
 from covey.runtime.variables import cache_folder
 from covey.runtime.worker.child import InvalidResult, one_printable_line
 from covey.runtime.worker.process import CallError
@@ -64,6 +65,9 @@ class Judge(RewardRunner):
 
     A question has its own deadline, so one without a reply costs its own rollout only. A regular expression of the
     config may need exponential time for some replies, so it is matched in a process.
+
+    A judge that ranks is asked once for a group, with its different completions in a random order, and replies with a
+    list: their scores, or their numbers from the best to the worst (RULER of OpenPipe's ART).
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -74,23 +78,26 @@ class Judge(RewardRunner):
         """
         self.config, self.template = config, config.judge_question
         self.address, self.request = endpoint(config.judge), config.judge_body
+        self.by_group = config.ranks
         self.cache = ReplyCache(user_path(config.judge_cache) if config.judge_cache else cache_folder() / "judges")
         low, high = config.judge_range
         self.reader = ScoreReader(low, high, config.judge_pattern, config.judge_field, config.judge_scores)
         self._matching = RewardPool("covey.llm.rewards.judge:read_one") if config.judge_pattern else None
+        self.slots = asyncio.Semaphore(config.judge_concurrency)  # of all calls together: each group is one
         self._calls: set[Future[Results]] = set()
 
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Future[Results]:
-        """A score for each completion, or None and an entry in `errors`.
+        """A score for each completion, or None and an entry in `errors`; None for completions that are all equal, which
+        a judge that ranks cannot compare.
 
         Args:
             seconds: not used, because the config has a deadline for each question.
 
         The future raises InvalidResult if the template names a column that the data does not have.
         """
-        call = background().submit(self._grade(arguments))
+        call = background().submit(self._rank(arguments) if self.by_group else self._grade(arguments))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
@@ -111,6 +118,28 @@ class Judge(RewardRunner):
         replies = [outcome.text if isinstance(outcome := outcomes[one], Reply) else "" for one in questions]
         values = [None if row in errors else read[question][0] for row, question in enumerate(questions)]
         return Results(values, {}, {"reply": replies}, errors)
+
+    async def _rank(self, arguments: Mapping[str, Any]) -> Results:
+        """Scores of the completions of one group, which have the same prompt and columns."""
+        texts = [as_text(completion) for completion in arguments["completions"]]
+        shown = _shuffled(list(dict.fromkeys(texts)), as_text(arguments["prompts"][0]))
+        own = [shown.index(text) for text in texts]  # the place of each completion
+        if len(shown) < 2:
+            return Results([None] * len(texts), {}, {"reply": [""] * len(texts), "number": [0] * len(texts)})
+        listed = "\n".join(
+            f'<completion number="{number}">\n{text}\n</completion>' for number, text in enumerate(shown, 1)
+        )
+        (question,) = self._questions({**arguments, "completions": [listed]})
+        (outcome,) = await _Questions(self, [question]).outcomes()
+        scores, error = [math.nan] * len(shown), str(outcome)
+        if isinstance(outcome, Reply):
+            scores, error = self.reader.read_list(outcome.text, len(shown), order=self.config.judge_order)
+        logs: dict[str, list[Any]] = {
+            "reply": [outcome.text if isinstance(outcome, Reply) else ""] * len(texts),
+            "number": [place + 1 for place in own],
+        }
+        values = [None if error else scores[place] for place in own]
+        return Results(values, {}, logs, dict.fromkeys(range(len(texts)), error) if error else {})
 
     async def _score(self, outcome: Reply | JudgeError) -> tuple[float, str]:
         """The score, and the reason why there is none."""
@@ -140,6 +169,18 @@ class Judge(RewardRunner):
         ]
 
 
+def _shuffled(texts: Sequence[str], prompt: str) -> list[str]:
+    """Different completions in a random order, so that a judge's preference for a place favours none of them.
+
+    The order is a function of the texts, not of the step or of the order in which they were sampled, so that an equal
+    group is an equal question, whose reply is stored.
+    """
+    texts = sorted(texts)
+    digest = hashlib.sha256(json.dumps([prompt, *texts]).encode()).digest()
+    seed, step = (int.from_bytes(digest[place : place + 4]) for place in (0, 4))
+    return [texts[place] for place in permutation(seed, step, 0, len(texts), stream=RANKING)]
+
+
 # ---- asking ----
 
 
@@ -147,7 +188,7 @@ class _Questions:
     """Questions of one call, answered from the cache or by the server."""
 
     def __init__(self, judge: Judge, questions: Sequence[str]) -> None:
-        self.config, self.address, self.cache = judge.config, judge.address, judge.cache
+        self.config, self.address, self.cache, self.slots = judge.config, judge.address, judge.cache, judge.slots
         self.requests = [{**judge.request, "messages": [{"role": "user", "content": text}]} for text in questions]
         self.keys = [ReplyCache.key(judge.address, request) for request in self.requests]
         self.failed_in_a_row = 0
@@ -183,7 +224,8 @@ class _Questions:
                 found[number] = JudgeError(f"was not asked, because {self.failed_in_a_row} in a row had no reply")
                 continue
             try:
-                reply = await self._ask(server, self.requests[number])
+                async with self.slots:
+                    reply = await self._ask(server, self.requests[number])
             except JudgeError as error:
                 found[number] = error
                 self.failed_in_a_row += 1
@@ -433,13 +475,49 @@ class ScoreReader:
         """
         if cut and not self.field and not self.words:
             raise UnreadableReply("the reply was cut at its token limit: raise max_tokens in judge_request")
-        found = self._stated(reply)
-        score = float(found) if isinstance(found, (bool, int, float)) else self._number(found)
+        return self._valid(self._stated(reply))
+
+    def _valid(self, found: Any) -> float:
+        """The score that a text or a number of a JSON object is.
+
+        Raises:
+            UnreadableReply: if it is none, not finite or out of range.
+        """
+        if not isinstance(found, (bool, int, float, str)):
+            raise UnreadableReply("there is no number where the score should be")
+        try:
+            score = self._number(found) if isinstance(found, str) else float(found)
+        except OverflowError:
+            raise UnreadableReply("the score is too large") from None
         if not math.isfinite(score):
             raise UnreadableReply(f"the score {score} is not finite")
         if not self.low <= score <= self.high:
             raise UnreadableReply(f"the score {score:g} is outside judge_range ({self.low:g} to {self.high:g})")
         return score
+
+    def read_list(self, reply: str, count: int, *, order: bool) -> tuple[list[float], str]:
+        """The scores of several texts, and "" or the reason why there are none.
+
+        They are the list in the last JSON object that has the field. Of the list of an order, the scores are equally
+        spaced from `high`, for the best, to `low`.
+
+        Args:
+            count: number of texts, at least 2.
+            order: the list has their numbers, from 1, from the best to the worst.
+        """
+        found = self._values(reply)[-1:]
+        if not found or not isinstance(found[0], list) or len(found[0]) != count:
+            return [], f"could not be read: the reply has no JSON object with a list of {count} in {self.field!r}"
+        if not order:
+            try:
+                return [self._valid(one) for one in found[0]], ""
+            except UnreadableReply as fault:
+                return [], f"could not be read: {fault}"
+        numbers = [one if type(one) is int else 0 for one in found[0]]
+        if sorted(numbers) != list(range(1, count + 1)):
+            return [], f"could not be read: the list in {self.field!r} is not an order of the numbers 1 to {count}"
+        step = (self.high - self.low) / (count - 1)
+        return [self.high - step * numbers.index(number) for number in range(1, count + 1)], ""
 
     def read_or_reason(self, reply: str, *, cut: bool) -> tuple[float, str]:
         """The score, and "" or the reason why there is none."""
@@ -457,13 +535,14 @@ class ScoreReader:
             return matches[-1][1]
         if not self.field:
             return reply
-        values = [value for document in _objects(reply) for value in _at(document, self.field.split("."))]
+        values = self._values(reply)
         if not values or not isinstance(values[-1], (bool, int, float, str)):
             raise UnreadableReply(f"the reply has no JSON object with a number or text in {self.field!r}")
-        try:
-            return float(values[-1]) if isinstance(values[-1], int) else values[-1]
-        except OverflowError:
-            raise UnreadableReply("the score is too large") from None
+        return values[-1]
+
+    def _values(self, reply: str) -> list[Any]:
+        """The values of the field in the JSON objects of a reply that have it."""
+        return [value for document in _objects(reply) for value in _at(document, self.field.split("."))]
 
     def _number(self, text: str) -> float:
         if self.words:

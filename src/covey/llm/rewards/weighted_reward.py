@@ -129,6 +129,9 @@ class WeightedReward:
         """Start a call for all rollouts of `groups`; returns a function that waits for the results, and stores logs in
         the groups. A reward that may not run while others are sampled (`RewardRunner.early`) is called by it.
         """
+        if self.caller.by_group and len(groups) > 1:
+            waits = [self.start([group]) for group in groups]
+            return lambda: [result for wait in waits for result in wait()]
         if not any(_gradable(groups)):
             return lambda: self._received(Results([], {}, {}), groups)
         if not self.caller.early:

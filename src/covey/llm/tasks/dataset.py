@@ -72,7 +72,7 @@ class PromptDataset:
         config = self.config
         training, held_out = (len({row.content for row in rows}) for rows in (self._training, self._held_out))
         lines = f" (on {len(self._training):,} lines)" if training < len(self._training) else ""
-        where = config.held_out_path or f"task.held_out_fraction = {config.held_out_fraction:g}"
+        where = config.sources[1] or f"task.held_out_fraction = {config.held_out_fraction:g}"
         dropped = f"; {plural(self._overlap, 'line')} dropped that {where} holds too" if self._overlap else ""
         prompts = plural(training, "different prompt")
         long = f"; {plural(self._too_long, 'line')} dropped as too long for the model" if self._too_long else ""
@@ -91,7 +91,7 @@ class PromptDataset:
         path = self.config.path
         if limit is not None:
             self._training = self._fitting(self._training, path, limit)
-        self._held_out = self._fitting(self._held_out, self.config.held_out_path or path, held_out_limit)
+        self._held_out = self._fitting(self._held_out, self.config.sources[1] or path, held_out_limit)
 
     def _fitting(self, rows: list[Row], path: str, limit: PromptLimit) -> list[Row]:
         kept: list[Row] = []
