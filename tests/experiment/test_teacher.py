@@ -91,11 +91,11 @@ def test_teachers_of_every_kind(
     lines = metrics(a_run(models[model], named, **changes))
     assert len(lines) == 2
     for line in lines:
-        assert line["update/optimizer_steps"] == 1
-        assert line["teacher/divergence"] >= 0
+        assert taught == 0 or line["update/optimizer_steps"] == 1
+        assert line.get("teacher/divergence", 0.0) >= 0  # without teacher and advantage there is no update
         assert taught is None or line["teacher/rollouts"] == taught
     at_0 = taught == 0 or (teacher.model == "reference" and not teacher.prompt)  # the same prompt and weights
-    assert (lines[0]["teacher/divergence"] < 1e-6) == at_0
+    assert (lines[0].get("teacher/divergence", 0.0) < 1e-6) == at_0
 
 
 @pytest.mark.parametrize(

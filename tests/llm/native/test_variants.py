@@ -195,7 +195,8 @@ def test_a_wheel_trains_without_a_compiler(tmp_path):
     assert ", of the wheel; prompts are shared" in output
     code = (
         "import torch; from covey.llm.native.bindings import kernels_for; kernels_for(torch.float32, "
-        "torch.device('cpu')); print(len({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line}))"
+        "torch.device('cpu')); lines = list(open('/proc/self/maps')); "
+        "print(len({line.split()[-1] for line in lines if 'omp.' in line or 'omp-' in line}))"
     )
     libraries = subprocess.run([python, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert libraries.stdout.strip() == "1", "a second OpenMP library has threads of its own"
