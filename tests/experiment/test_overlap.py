@@ -91,7 +91,7 @@ def test_groups_are_graded_before_the_last_one_has_been_sampled(
 
     def advance_when_graded(batch: ContinuousBatch) -> None:
         nonlocal step
-        training = batch.temperature > 0
+        training = batch.drawing.temperature > 0
         step += training and not batch.admitted
         deadline = time.monotonic() + LIMIT_SECONDS
         while training and calls().count((step, GROUP_SIZE)) < len(batch.complete):

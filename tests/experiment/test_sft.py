@@ -262,7 +262,7 @@ def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
     recipe = SAMPLES + CONVERSATION.format(file=guessing.__file__) + "[record]\ntokens = true\n"
     (place / "turns.toml").write_text(recipe)
     short = ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--evaluation.problems", "2"]
-    code, said = covey("train", "turns.toml", *short, "--run-dir", "turns", cwd=place)
+    code, said = covey("train", "turns.toml", *short, "--checkpoint.best", "false", "--run-dir", "turns", cwd=place)
     assert code == 0, said
     words = ["--data", "turns", "--min-reward", "0", "--epochs", "1"]
     code, said = covey("sft", "turns.toml", *words, "--run-dir", "of-turns", cwd=place)
