@@ -276,9 +276,9 @@ class Pictures(Faulty):
         return answers(observation=np.full((8, 8, 3), 255, np.uint8), terminated=self.made == 3)
 
 
-def test_pictures_come_with_a_warning(register):
+def test_pictures_that_an_mlp_reads_come_with_a_warning(register):
     register(Pictures)
-    config = config_from_dict({"environment": {"id": NAME, "max_episode_steps": 5}})
+    config = config_from_dict({"environment": {"id": NAME, "max_episode_steps": 5}, "policy": {"network": "mlp"}})
     assert isinstance(config, ControlConfig)
     (note,) = check(config)
     assert "pictures (8 x 8 x 3): they are flattened to 192 numbers" in note

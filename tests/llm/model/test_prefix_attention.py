@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.llm.generation import backend
+from covey.llm.model.architecture import AttentionRule
 from covey.llm.model.fused_layers import Attention
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, kernels_for
@@ -203,7 +204,7 @@ def test_every_instruction_set_gives_the_numbers_and_gradients_of_plain_attentio
         d, *given = (torch.randn(tokens, n * width).to(dtype) for n in (heads, heads, kv_heads, kv_heads))
         turns = torch.randn(tokens, width // 2).repeat(1, 2)
         angles = turns.cos().to(dtype), turns.sin().to(dtype)
-        ours = gradients_through(Attention.apply, d, given, angles, layout.sequences, 0.3, kernels)
+        ours = gradients_through(Attention.apply, d, given, angles, layout.sequences, AttentionRule(0.3), kernels)
         doubled = ([part.double() for part in parts] for parts in (given, angles))
         exact = gradients_through(plain, d.double(), *doubled, layout, 0.3)
         for name, got, right in zip(("out", "query", "key", "value"), ours, exact, strict=True):
@@ -217,7 +218,7 @@ def test_of_a_layer_only_queries_keys_values_and_the_result_are_kept():
     angles = torch.randn(tokens, 8), torch.randn(tokens, 8)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        out = Attention.apply(*given, angles, layout.sequences, 0.3, kernels_for(torch.float32, CPU))
+        out = Attention.apply(*given, angles, layout.sequences, AttentionRule(0.3), kernels_for(torch.float32, CPU))
     assert sum(kept) == sum(tensor.numel() for tensor in (*given, out)) + tokens * 4, "and a number of each query"
 
 
@@ -228,6 +229,8 @@ def test_large_scores_are_not_rounded_to_bf16():
     given = [torch.randn(tokens, heads * width) * size for heads, size in ((2, 4.0), (1, 4.0), (1, 1.0))]
     query, key, value = (tensor.bfloat16() for tensor in given)
     angles = torch.ones(tokens, width).bfloat16(), torch.zeros(tokens, width).bfloat16()
-    out = Attention.apply(query, key, value, angles, layout.sequences, 1.0, kernels_for(torch.bfloat16, CPU))
+    out = Attention.apply(
+        query, key, value, angles, layout.sequences, AttentionRule(1.0), kernels_for(torch.bfloat16, CPU)
+    )
     exact = plain(query.double(), key.double(), value.double(), [a.double() for a in angles], layout, 1.0)
     assert (out - exact).abs().max() < 0.03, "what remains is the rounding of weights and results"
