@@ -243,6 +243,8 @@ class Reader:
     def shortened(self, words: list[str]) -> list[str]:
         """The words of a command with what `SHORT` appends."""
         command = words[0]
+        if "--resume" in words:  # a finished run of 2 or 3 steps goes on
+            return [*words[:-1], "4"] if words[-2] == "--steps" else words
         if command in ("train", "iterate", "check", "compare"):
             world = self.world_of(words[1].split()[0])
             named = "--model" in words and EMBEDDED not in words  # a run of the page, or the tiny model
