@@ -67,7 +67,8 @@ HEALTHY: dict[str, Healthy] = {
     "tiny first digit, grpo": tiny(begins_with_a_digit, update={"learning_rate": 1e-3}),
     "tiny first digit, KL 0.05": tiny(begins_with_a_digit, loss={"kl_coefficient": 0.05}, seed=3),
 }
-# Runs of the embedded model, by the commands that made them.
+# Runs of the embedded model, by the commands that made them; `arithmetic_grpo` is that of before 2026-11-28
+# (docs/experiments.md).
 COMMANDS = {
     "arithmetic_grpo": "covey train arithmetic_grpo --steps 40 --token-limits 14 --evaluation.problems 64 "
     "--evaluation.every 20 --min-new-tokens 0",

@@ -422,6 +422,12 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
+def last_restart(config: Any) -> int:
+    """The step after which the schedules of a training begin last; 0: at its beginning."""
+    restarts: tuple[int, ...] = config.schedule_restarts
+    return restarts[-1] if restarts else 0
+
+
 def restarts_field() -> Any:
     """The field of the steps after which a training was continued."""
     return config_field(

@@ -254,11 +254,10 @@ def check_data(name: str, where: str, others: Sequence[str] = ()) -> None:
         of_hub.check(where)
     elif not (path.is_file() or path.is_dir()):
         raise ConfigError(f"{where}: {missing_file(path, name)}{did_you_mean(name, list(others))}")
-    if of_hub is not None or is_arrow(path):
-        if of_hub is None:
-            data_files(path, f"{where}: {name}")
-        if find_spec("pyarrow") is None:
-            raise ConfigError(f'{where}: {name} is read with pyarrow: pip install "covey[arrow]"')
+    elif is_arrow(path):
+        data_files(path, f"{where}: {name}")
+    if (of_hub is not None or is_arrow(path)) and find_spec("pyarrow") is None:
+        raise ConfigError(f'{where}: {name} is read with pyarrow: pip install "covey[arrow]"')
 
 
 def is_arrow(file: Path) -> bool:

@@ -20,14 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from covey.control.envs.vector_env import Environments, Step
-from covey.control.mlp import Network
+from covey.control.mlp import Network, Uninitialised
 
 
-class _GRU(nn.GRU):
-    """A layer whose weights the caller initialises, so that nothing is drawn from the global generator."""
-
-    def reset_parameters(self) -> None:
-        """Nothing is drawn."""
+class _GRU(Uninitialised, nn.GRU):
+    """A recurrent layer."""
 
 
 class MemoryNetwork(Network):
@@ -43,11 +40,11 @@ class MemoryNetwork(Network):
         hidden: Sequence[int],
         outputs: int,
         *,
-        activation: str,
-        head_gain: float,
         seed: int,
+        **options: Any,
     ) -> None:
-        super().__init__(memory, hidden, outputs, activation=activation, head_gain=head_gain, seed=seed)
+        """`options` as for `Network`."""
+        super().__init__(memory, hidden, outputs, seed=seed, **options)
         generator = torch.Generator().manual_seed(seed + 2**32)  # another stream than that of the later layers
         self.gru = _GRU(size, memory, batch_first=True)
         of_input, of_state, *biases = self.gru.all_weights[0]

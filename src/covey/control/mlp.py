@@ -83,14 +83,18 @@ class _MLPFunction(torch.autograd.Function):
         return of_input, None, *of_parameters
 
 
-class _Linear(nn.Linear):
-    """A linear layer whose weights the caller initialises, so that nothing is drawn from the global generator.
+class Uninitialised:
+    """A layer whose weights the caller initialises, so that nothing is drawn from the global generator.
 
     `nn.utils.skip_init` does the same with tensors on the meta device, for which torch imports sympy: half a second.
     """
 
     def reset_parameters(self) -> None:
         """Nothing is drawn."""
+
+
+class _Linear(Uninitialised, nn.Linear):
+    """A linear layer."""
 
 
 class Network(nn.Module):

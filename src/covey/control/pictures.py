@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from covey.config import ConfigError
-from covey.control.mlp import Network, NumpyMLP, RunningMeanStd
+from covey.control.mlp import Network, NumpyMLP, RunningMeanStd, Uninitialised
 
 # Channels, width of the kernel, and stride of each layer. nature_cnn: Mnih et al. (2015), 'Human-level control',
 # Methods; small_cnn is for grids of some ten cells, as in MinAtar.
@@ -83,11 +83,8 @@ def _smallest(layers: Sequence[tuple[int, int, int]]) -> int:
     return height
 
 
-class _Convolution(nn.Conv2d):
-    """A layer whose weights the caller initialises, so that nothing is drawn from the global generator."""
-
-    def reset_parameters(self) -> None:
-        """Nothing is drawn."""
+class _Convolution(Uninitialised, nn.Conv2d):
+    """A convolution."""
 
 
 class PictureNetwork(Network):
@@ -103,10 +100,10 @@ class PictureNetwork(Network):
         hidden: Sequence[int],
         outputs: int,
         *,
-        activation: str,
-        head_gain: float,
         seed: int,
+        **options: Any,
     ) -> None:
+        """`options` as for `Network`."""
         blank = picture.planes(torch.zeros(1, int(np.prod(picture.shape))))
         generator = torch.Generator().manual_seed(seed + 2**32)  # another stream than that of the later layers
         convolutions: list[nn.Module] = []
@@ -119,7 +116,7 @@ class PictureNetwork(Network):
             with torch.no_grad():
                 blank = layer(blank)
         size = blank[0].numel()
-        super().__init__(size, hidden, outputs, activation=activation, head_gain=head_gain, seed=seed)
+        super().__init__(size, hidden, outputs, seed=seed, **options)
         self.picture = picture
         self.convolutions = nn.Sequential(*convolutions)
 

@@ -94,9 +94,9 @@ class ControlPolicy:
         self.normaliser = normaliser
         outputs = actions.outputs
         log_std_A = torch.full((outputs,), math.log(initial_std)) if isinstance(actions, Continuous) else None
-        # A critic with the same seed draws from another stream.
         self.picture, self.network, self.memory = picture, network, memory
         self.state_NH: NDArray[np.float32] = np.zeros((0, memory), dtype=np.float32)  # after the last call of `act`
+        # A critic with the same seed draws from another stream.
         options: dict[str, Any] = {"activation": activation, "head_gain": 0.01, "seed": 2 * seed}
         made = (
             MemoryNetwork(observation_size, memory, hidden, outputs, **options)
@@ -155,10 +155,10 @@ class ControlPolicy:
         yield from torch.arange(len(batch)).split(rows)
 
     def act(self, row_NW: NDArray[np.float32], uniform_NA: NDArray[np.float64]) -> tuple[Any, Any]:
-        """Sample an action for each of N environments by inverting the cumulative distribution; NumPy only.
+        """Sample an action for each of N environments by inverting the cumulative distribution.
 
         Args:
-            row_NW: float32, raw observations.
+            row_NW: raw observations, float32, or bytes of pictures.
             uniform_NA: in [0, 1); for Discrete also [N].
 
         Returns:
@@ -377,5 +377,5 @@ class ControlCritic:
         return torch.from_numpy(self.values_of(np.stack(rows)))
 
     def values_of(self, row_NW: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Values of raw observations, float32 [N]; NumPy only."""
+        """Values of raw observations, float32 [N]."""
         return self._forward(row_NW)[:, 0].copy()

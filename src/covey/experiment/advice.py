@@ -85,8 +85,7 @@ class Launch:
 
     def with_fields(self, changes: Mapping[str, Any]) -> Launch:
         """The launch with other values of some fields: of a field that is named twice the last value counts."""
-        words = (word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value)))
-        return replace(self, fields=(*self.fields, *words)) if self.recipe else self
+        return replace(self, fields=(*self.fields, *_options(changes))) if self.recipe else self
 
     @property
     def title(self) -> str:
@@ -134,10 +133,13 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     words = [word for name, value in kept for word in (f"--{name}", value)]
     if Path(launch.recipe).name == CONFIG_FILE and not keep_folder:
         words += ["--run-dir", ""]  # the run's own config has its folder
-    for name, value in changes.items():
-        if value is not None:
-            words += [f"--{name.rpartition('.')[2].replace('_', '-')}", f"{value}"]
+    words += _options({name.rpartition(".")[2]: value for name, value in changes.items() if value is not None})
     return command(*training_command(config).split(), launch.recipe, *words)
+
+
+def _options(changes: Mapping[str, Any]) -> list[str]:
+    """Fields as options on the command line."""
+    return [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def start_again(launch: Launch, config: Config, run_dir: Path) -> str:
@@ -203,8 +205,7 @@ def _smaller(config: Config | None, name: str) -> str:
 def go_on(launch: Launch, run_dir: str | Path, limits: Mapping[str, Any] = MappingProxyType({})) -> str:
     """The command or call that resumes a run, a finished one with higher limits."""
     if launch.recipe:
-        words = [word for name, value in limits.items() for word in (f"--{name.replace('_', '-')}", value)]
-        return command(*resuming_command(Path(run_dir)).split(), "--resume", run_dir, *words)
+        return command(*resuming_command(Path(run_dir)).split(), "--resume", run_dir, *_options(limits))
     call = _call("resume", repr(str(run_dir)), replace(launch, name=PYTHON_NAME))
     return f"{call[:-1]}, limits={dict(limits)})" if limits else call
 

@@ -26,6 +26,7 @@ from covey.algorithms import (
 )
 from covey.algorithms.advantages import Advantages
 from covey.config import CRITIC_FREE, ConfigError, ControlConfig, LossBase, RunBase, RunConfig, UpdateBase
+from covey.config.common import last_restart
 from covey.core import kl, ratios, schedules
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.functional import with_loss_weights
@@ -196,7 +197,7 @@ def build_pace(config: RunBase) -> Pace:
     """The pace of a run of `config.steps` steps."""
     if config.time_budget is None:
         return Pace()
-    return TimeBudget(config.budget_seconds, config.steps, restart=(config.schedule_restarts or (0,))[-1])
+    return TimeBudget(config.budget_seconds, config.steps, restart=last_restart(config))
 
 
 def build_optimizer(module: nn.Module, update: UpdateBase, team: Team = ALONE, weights: Weights = WHOLE) -> MasterAdamW:

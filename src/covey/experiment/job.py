@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from covey.config import ConfigError, ControlConfig, MachineError, RewardConfig, RunConfig, RunError, SamplerLost
+from covey.config.common import last_restart
 from covey.config.fields import command
 from covey.config.files import MemoryFault, faults_of, machine_error
 from covey.config.model_sources import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -305,15 +306,16 @@ class Job:
 
     def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display, team: Team) -> None:
         """Begin or continue the time budget, if there is one; every rank calls it."""
+        if math.isinf(settings.pace.seconds_left):
+            return
         recorded = {step: line[METRIC] for step, line in self.store.removed_metrics.items() if METRIC in line}
-        steps = progress.step, (self.config.schedule_restarts or (0,))[-1]
-        own = [] if team.rank else [elapsed_after(step, self.store.run_dir) for step in steps]
+        steps = progress.step, last_restart(self.config)
+        own = [] if team.rank else elapsed_after(self.store.run_dir, *steps)
         elapsed, restarted = exchange_json(team, own)[0]
         evaluations = 2 * sum(one["seconds"] for one in origin["before"])
         settings.pace.begin(progress.seconds or elapsed, evaluations, recorded, restarted)
         display.seconds_budgeted = lambda: settings.pace.seconds_left
-        if math.isfinite(left := settings.pace.seconds_left):
-            display.note(f"time left for training in the budget: {clock(left)}")
+        display.note(f"time left for training in the budget: {clock(settings.pace.seconds_left)}")
 
     def _begin(self, experiment: Experiment, inputs: dict[str, str]) -> Origin:
         """Record the beginning of a run; the weights are the initial ones."""
@@ -338,7 +340,7 @@ class Job:
         if team.rank:
             return
         store, path = self.store, self.store.run_dir / CONFIG_FILE
-        store.reopen((self.config.schedule_restarts or (0,))[-1])
+        store.reopen(last_restart(self.config))
         with faults_of(path):
             path.unlink(missing_ok=True)
             record = origin | {"config": plain_config(self.config), "launch": vars(self.launch)}

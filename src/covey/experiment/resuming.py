@@ -12,6 +12,7 @@ from typing import Any
 
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
+from covey.config.common import last_restart
 from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.fields import command, plural
 from covey.config.files import faults_of, machine_error, read_below
@@ -186,21 +187,26 @@ def _reached(config: Any, name: str, progress: Progress, origin: Origin | None, 
         return f"{progress.decisions:,} tokens are sampled" if budget and progress.decisions >= budget else ""
     if config.time_budget is None:
         return ""
-    elapsed, before = elapsed_after(progress.step, run_dir), origin["before"] if origin else ()
+    (elapsed,), before = elapsed_after(run_dir, progress.step), origin["before"] if origin else ()
     available = training_seconds(config.budget_seconds, 2 * sum(one["seconds"] for one in before))
     return f"{elapsed:.0f} s of training are used" if elapsed >= available else ""
 
 
-def elapsed_after(step: int, run_dir: Path) -> float:
-    """The seconds of a training after a step: by the clock of its time budget, else the sum over its steps."""
-    lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
-    recorded = [line[METRIC] for line in lines[-1:] if METRIC in line]
-    return float(recorded[0] if recorded else sum(line.get("time/step", 0.0) for line in lines))
+def elapsed_after(run_dir: Path, *steps: int) -> list[float]:
+    """The seconds of a training after each of these steps: by the clock of its time budget, else the sum over its
+    steps.
+    """
+    metrics, found = read_metrics(run_dir), []
+    for step in steps:
+        lines = [line for line in metrics if line["step"] <= step]
+        recorded = [line[METRIC] for line in lines[-1:] if METRIC in line]
+        found.append(float(recorded[0] if recorded else sum(line.get("time/step", 0.0) for line in lines)))
+    return found
 
 
 def describe_restart(config: Config) -> list[str]:
     """What begins again in a run that goes on, one line each."""
-    done = (config.schedule_restarts or (0,))[-1]
+    done = last_restart(config)
     added = plural(config.steps - done, "step")
     rates: Any = config
     if not isinstance(config, RewardModelTraining):

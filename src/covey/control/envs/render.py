@@ -35,10 +35,8 @@ def render_episode(
 ) -> float:
     """Play one episode from the reset seed `seed` and write it to `path` as an animated GIF.
 
-    `act` maps one raw observation [1, D] of `observing(environments)` to one action for `Environments.step`.
-
-    The animation has the environment's own
-    speed; long episodes have fewer frames per second. No display is needed.
+    `act` maps one raw observation [1, D] of `observing(environments)` to one action for `Environments.step`. The
+    animation has the environment's own speed; long episodes have fewer frames per second. No display is needed.
 
     Returns:
         The undiscounted return of the episode.

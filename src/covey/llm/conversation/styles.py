@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError
-from covey.llm.conversation.encoding import ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.encoding import QUESTION, ConversationEncoder, ReplyNotEncodable
 from covey.llm.conversation.tool_calls import (
     FORMATS,
     CannotRead,
@@ -115,7 +115,7 @@ class DeclaredFormat:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._prefix = chat.render([{"role": "user", "content": "u"}])
+        self._prefix = chat.render([QUESTION])
 
     def read(self, text: str) -> ParsedTurn:
         """As of `Format.read`."""
@@ -375,7 +375,7 @@ def _alternating(chat: Chat, replies: Sequence[Any]) -> list[Any]:
 @lru_cache(maxsize=8)
 def _takes_two_of_the_user(chat: Chat) -> bool:
     try:
-        chat.render([{"role": "user", "content": "u"}] * 2)
+        chat.render([QUESTION] * 2)
     except ConfigError:
         return False
     return True

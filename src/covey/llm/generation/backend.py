@@ -165,9 +165,9 @@ def choose_backend(module: PreTrainedModel) -> Backend:
         reason = f"this model, whose trial failed ({found})"
     found = _by_trial(backend, module)
     assert isinstance(found, Backend)
-    return (
-        found if native is None else replace(found, note="; ".join(filter(None, (found.note, NOT_BY_KERNELS % reason))))
-    )
+    if native is None:
+        return found
+    return replace(found, note="; ".join(filter(None, (found.note, NOT_BY_KERNELS % reason))))
 
 
 def _by_trial(backend: Backend, module: PreTrainedModel) -> Backend | str:
