@@ -130,8 +130,8 @@ def validate_sft(config: RunConfig, *, resuming: bool = False) -> None:
         config.conversation.check_name()
     if not resuming:
         config.sft.check_source()
-        if config.sft.data == SAMPLES:  # the best checkpoint is that of the held-out loss, which needs no evaluation
-            validate(replace(config, checkpoint=replace(config.checkpoint, best=False)))
+        if config.sft.data == SAMPLES:  # best checkpoint and restarts are those of the supervised training
+            validate(replace(config, checkpoint=replace(config.checkpoint, best=False), schedule_restarts=()))
     locate_model(config.model)
 
 
