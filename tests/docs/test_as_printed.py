@@ -34,6 +34,7 @@ SHORT = {
     "train control": "--steps 3 --evaluation.episodes 3 --evaluation.every 0",
     "compare": "--seeds 1",
     "eval language": "--problems 2",
+    "reward-model label": "--prompts 6 --completions 4",
     "examples/sweep.py": "--steps 1 --seeds 1 --group-sizes 4 --clip-epsilons 0.2",
 }
 SHORT_CALLS = {
@@ -250,6 +251,8 @@ class Reader:
             named = "--model" in words and EMBEDDED not in words  # a run of the page, or the tiny model
             model = self.appended if world == "language" and not named else []
             return [*words, *model, *shlex.split(f"{SHORT.get(command, '')} {SHORT[f'train {world}']}")]
+        if words[:2] == ["reward-model", "label"]:
+            return [*words, *shlex.split(SHORT["reward-model label"])]
         if command == "eval" and self.world_of(words[1]) == "language":
             return [*words, *shlex.split(SHORT["eval language"])]
         return words
