@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -11,8 +12,9 @@ from gymnasium import spaces
 
 from covey.config import ConfigError, ControlConfig
 from covey.config.recipe import config_from_dict
-from covey.control.envs.vector_env import check_environment
+from covey.control.envs.vector_env import check_environment, make_environments
 from covey.experiment.run import check
+from helpers import toy_envs
 from helpers.faulty_environments import FINE, NAME, Faulty, answers, registering
 
 
@@ -114,3 +116,50 @@ def test_episodes_that_nothing_must_end_are_named_with_the_field(register):
 class Moving(Faulty):
     def step(self, action: int) -> Any:
         return answers()
+
+
+def test_parts_of_an_observation_that_are_not_numbers_are_named_and_left_out(register):
+    class Told(Faulty):
+        observation_space = spaces.Dict(mission=spaces.Text(9), view=spaces.Box(-1, 1, (2,), np.float32))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            _, info = super().reset(seed=seed)
+            return {"mission": "go", "view": FINE}, info
+
+        def step(self, action: int) -> Any:
+            return answers(observation={"mission": "go", "view": FINE})
+
+    for kind in ("auto", "sync"):
+        config = replace(register(Told, max_episode_steps=9), vectorization=kind)
+        (note,) = check_environment(config)
+        assert "'mission' of its observation is not numbers: the policy does not see it" in note
+        environments = make_environments(config, 2)
+        assert environments.reset([1, 2]).shape == (2, 2)
+        environments.close()
+        gym.registry.pop(NAME)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "grpo", "rollouts": {"starts_per_step": 1, "group_size": 2}},
+    "ppo": {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 4}},
+}
+OF_GYMNASIUM = sorted(
+    name
+    for name, spec in gym.registry.items()
+    if str(spec.entry_point).startswith(("gymnasium.envs.classic_control", "gymnasium.envs.toy_text"))
+)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("name", OF_GYMNASIUM)
+def test_gymnasiums_own_environments_train_for_two_steps(name, kind, tmp_path):
+    tables = RUNS[kind] | {
+        "steps": 2,
+        "evaluation": {"episodes": 2},
+        "environment": {"id": name, "max_episode_steps": 9},
+    }
+    config = toy_envs.read(tables)
+    assert not check(config)
+    parts = toy_envs.train_quietly(config, tmp_path / "run")
+    assert parts.sampler.version == 2

@@ -241,8 +241,8 @@ def test_an_environment_without_an_end_is_found_before_the_first_episode(registe
         ({"observation_space": spaces.Box(0, 1, (0,))}, "observes 0 numbers"),
         ({"observation_space": spaces.Text(5)}, "a policy here takes Box, Discrete"),
         (
-            {"observation_space": spaces.Dict(mission=spaces.Text(5), view=spaces.Box(0, 1, (2,)))},
-            "FilterObservation leaves parts of a Dict out",
+            {"observation_space": spaces.Tuple([spaces.Text(5), spaces.Box(0, 1, (2,))])},
+            "a policy here takes Box, Discrete, MultiDiscrete, MultiBinary, and a Dict or Tuple of them",
         ),
     ],
     ids=str,
@@ -260,6 +260,8 @@ def test_spaces_that_no_policy_can_have_are_refused(space, said, register):
         ("ALE/Pong-v5", r"pip install 'covey\[atari\]'"),
         ("Ant-v5", r"pip install 'covey\[mujoco\]'"),
         ("highway-v0", "pip install highway-env"),
+        ("MinAtar/Breakout-v1", "pip install minatar"),
+        ("phys2d/CartPole-v1", "needs the module 'jax', which is not installed: install its package"),
     ],
 )
 def test_an_environment_of_a_package_that_is_missing_says_what_to_install(name, said):

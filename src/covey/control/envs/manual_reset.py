@@ -53,6 +53,7 @@ class ActionRepeat(gym.Wrapper):
         self.slot = 0
         self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
         self.skips_reset = False
+        self.left_out: tuple[str, ...] = ()  # parts of a Dict observation that are not numbers
 
     @property
     def masked(self) -> bool:

@@ -20,7 +20,7 @@ from covey.control.envs.checked import EnvironmentFault
 
 @dataclass(frozen=True)
 class Package:
-    """A package that registers its environments when it is imported."""
+    """A package that registers its environments when a module is imported, or by the module's `register_envs`."""
 
     module: str
     install: str
@@ -31,6 +31,7 @@ PACKAGES = {
     "ALE/": Package("ale_py", "'covey[atari]'"),
     "MiniGrid-": Package("minigrid", "minigrid"),
     "BabyAI-": Package("minigrid", "minigrid"),
+    "MinAtar/": Package("minatar.gym", "minatar"),
     "highway-": Package("highway_env", "highway-env"),
     "mo-": Package("mo_gymnasium", "mo-gymnasium"),
     "Fetch": Package("gymnasium_robotics", "gymnasium-robotics"),
@@ -57,11 +58,13 @@ def find_spec(name: str) -> EnvSpec:
         _import(module, name)
     package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
     if short not in gym.registry and package is not None and not module:
-        if importlib.util.find_spec(package.module) is None:
+        if importlib.util.find_spec(package.module.partition(".")[0]) is None:
             raise ConfigError(
                 f"environment.id: {short!r} is in a package that is not installed: pip install {package.install}"
             )
         _import(package.module, name)
+        if short not in gym.registry:
+            getattr(sys.modules[package.module], "register_envs", lambda: None)()
     spec = gym.registry.get(short)
     if spec is None:
         more = "" if module else "; your own is named module:Env-v0, with the module that registers it"
@@ -89,6 +92,10 @@ def refuse_broken(name: str) -> Iterator[None]:
         extra = next((extra for word, extra in EXTRAS.items() if word in first.lower()), None)
         hint = f"pip install 'covey[{extra}]'" if extra else first
         raise ConfigError(f"environment.id: {name!r} needs a package that is not installed: {hint}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"environment.id: {name!r} needs the module {error.name!r}, which is not installed: install its package"
+        ) from error
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"environment.id: {name!r} could not be made: {type(error).__name__}: {first}") from error

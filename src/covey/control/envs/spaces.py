@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space, iterate
@@ -123,6 +124,17 @@ def _is_numeric(space: Space) -> bool:
     if isinstance(space, spaces.Tuple):
         return all(map(_is_numeric, space.spaces))
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def numeric_parts(env: gym.Env) -> tuple[gym.Env, tuple[str, ...]]:
+    """The environment without the parts of its Dict observation that are not numbers, such as MiniGrid's mission, and
+    their names; an observation of no numbers stays as it is.
+    """
+    parts = env.observation_space.spaces if isinstance(env.observation_space, spaces.Dict) else {}
+    kept = [name for name, part in parts.items() if _is_numeric(part)]
+    if not 0 < len(kept) < len(parts):
+        return env, ()
+    return gym.wrappers.FilterObservation(env, kept), tuple(name for name in parts if name not in kept)
 
 
 def _leaves(observations: Any) -> Any:

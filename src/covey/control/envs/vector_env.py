@@ -37,7 +37,7 @@ from covey.control.envs.manual_reset import (
 )
 from covey.control.envs.masks import ActionMasks, find_reader, has_mask
 from covey.control.envs.registration import find_spec, refuse_broken
-from covey.control.envs.spaces import ActionSpace, SpaceAdapter
+from covey.control.envs.spaces import ActionSpace, SpaceAdapter, numeric_parts
 from covey.control.envs.vector_of_one import VectorOfOne
 from covey.control.pictures import Picture
 
@@ -99,6 +99,13 @@ class Environments:
                 and copies_are_exact(self._make_one)
             )
         return self._snapshots
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Parts of a Dict observation that are not numbers, so that the policy does not see them."""
+        vector: Any = self._vector
+        found: tuple[str, ...] = () if isinstance(vector, BatchedEnv) else vector.get_attr("left_out")[0]
+        return found
 
     def reset(self, seeds: Sequence[int]) -> NDArray[np.float32]:
         """Begin an episode in every slot; returns their first observations [N, D]. Call it before all other methods."""
@@ -246,6 +253,7 @@ def check_environment(config: EnvironmentConfig) -> tuple[str, ...]:
             for one without a time limit within LONGEST_WAIT of which no episode ends in `PROBED_STEPS`.
     """
     environments = make_environments(replace(config, vectorization="auto"), 2)
+    left_out = environments.left_out
     longest = longest_episode(config)
     endless = longest is None or longest > LONGEST_WAIT
     limit = "no time limit" if longest is None else f"a time limit of {longest:,} decisions"
@@ -261,6 +269,11 @@ def check_environment(config: EnvironmentConfig) -> tuple[str, ...]:
             "steps: set environment.max_episode_steps"
         )
     notes = []
+    if left_out:
+        notes.append(
+            f"environment {config.id!r}: {', '.join(map(repr, left_out))} of its observation is not numbers: the "
+            "policy does not see it"
+        )
     if differs:
         notes.append(
             f"environment {config.id!r}: {differs}, so the episodes of a group differ by chance, and a resumed run "
@@ -325,6 +338,7 @@ class _Maker:
                 env = gym.wrappers.TimeLimit(env, limit)
         else:  # `ActionRepeat` checks more than Gymnasium's checker
             env = gym.make(self.spec, max_episode_steps=limit, disable_env_checker=True, **options)
+        env, left_out = numeric_parts(env)
         if config.frame_stack > 1:
             if has_mask(env.observation_space):
                 raise ConfigError(
@@ -335,7 +349,9 @@ class _Maker:
         reader = find_reader(env) if config.action_masks and self.masked is not False else None
         self.masked = reader is not None
         masks = None if reader is None else ActionMasks(reader, env, config.id)
-        return ActionRepeat(env, config.action_repeat, config.id, masks)
+        repeated = ActionRepeat(env, config.action_repeat, config.id, masks)
+        repeated.left_out = left_out
+        return repeated
 
 
 def _refuse_spaces(make_one: Callable[[], ActionRepeat], name: str) -> None:
