@@ -6,7 +6,12 @@
 First: seconds of training until 20 greedy episodes have a mean return of 475, over seeds. Imports, set-up, one warm-up
 update and the tests are nobody's time; `trial.py` is the test. The contestants take turns seed by seed, each in a
 process of its own, so that a slow minute of the machine hits all of them. Then: what a training step costs by the
-number of environments and of their steps, and how fast rollouts are collected. Results go to benchmarks/results/.
+number of environments and of their steps, and how fast rollouts are collected. Last: environment steps a second of PPO
+training by kind of policy (plain, with action masks, with a memory, on pictures), beside stable-baselines3 and
+sb3-contrib with the same rollouts, passes, minibatches and layers, and one thread each. Results go to
+benchmarks/results/.
+
+    .venv/bin/python benchmarks/bench.py control --contestants --rounds 0      the kinds of policies alone
 """
 
 from __future__ import annotations
@@ -44,6 +49,24 @@ TITLES = {
     "articles": "articles' own way",
 }
 
+# PPO's rollouts, passes and network, for both sides. `memory` is a GRU of covey and an LSTM of sb3-contrib. Pictures go
+# through NatureCNN and a layer of 512, which the actor and the critic of sb3 share; those of covey have a network each.
+SMALL = {
+    "environments": 32,
+    "steps": 64,
+    "epochs": 4,
+    "minibatches": 4,
+    "hidden": [64, 64],
+    "memory": 0,
+    "masks": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {**SMALL, "id": "CartPole-v1"},
+    "action masks": {**SMALL, "id": "Taxi-v4", "masks": True},
+    "memory": {**SMALL, "id": "CartPole-v1", "memory": 64},
+    "pictures": {**SMALL, "id": "pixels:Pixels-v0", "environments": 8, "steps": 32, "epochs": 2, "hidden": [512]},
+}
+
 Outcome = dict[str, Any]
 
 
@@ -61,6 +84,7 @@ def main(options: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--contestants", nargs="*", choices=TITLES, default=list(TITLES))
     parser.add_argument("--rounds", type=int, default=3, help="of the costs by size; 0 leaves them out")
+    parser.add_argument("--kinds", type=int, default=3, help="rounds of the kinds of policies; 0 leaves them out")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds of training for the articles' own way")
     parser.add_argument("--episodes", type=int, default=1000, help="the same in episodes")
     parser.add_argument(
@@ -69,7 +93,7 @@ def main(options: Sequence[str]) -> None:
     arguments = parser.parse_args(options)
     console = Console()
     limits = {"limit_seconds": arguments.limit, "limit_episodes": arguments.episodes}
-    threads = choose_threads()
+    threads = choose_threads() if arguments.contestants or arguments.rounds else {}
     outcomes = take_turns(make_contestants(arguments.contestants, threads, limits), arguments.seeds)
     reach = {name: summarise(found) for name, found in outcomes.items()}
     ratios = compare(outcomes)
@@ -78,6 +102,9 @@ def main(options: Sequence[str]) -> None:
     sizes = measure_sizes(arguments.rounds, threads["tuned"]["chosen"]) if arguments.rounds else None
     if sizes:
         show_sizes(console, sizes)
+    kinds = measure_kinds(arguments.kinds) if arguments.kinds else None
+    if kinds:
+        show_kinds(console, kinds)
     record = {
         "seconds_to_475": reach,
         "times_faster": ratios,
@@ -85,6 +112,7 @@ def main(options: Sequence[str]) -> None:
         "articles_limits": limits,
         "sb3_threads": threads,
         "by_size": sizes,
+        "by_kind": kinds,
         "environment": environment(torch.device("cpu"), torch.float32) | {"gymnasium": version("gymnasium")},
         "peers": {"stable-baselines3": peer_version("stable_baselines3"), "gymnasium": peer_version("gymnasium")},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -108,6 +136,8 @@ def choose_threads() -> dict[str, dict[str, Any]]:
 def make_contestants(names: list[str], threads: dict[str, Any], limits: dict[str, Any]) -> dict[str, ComparedRecipe]:
     """What each is told; the seed comes later."""
     peer = peers_python()
+    if not names:
+        return {}
     tuned, default = threads["tuned"]["chosen"], threads["default"]["chosen"]
     everybody = {
         "covey_grpo": ComparedRecipe("control_covey", sys.executable, {"measure": "reach", "recipe": "cartpole_grpo"}),
@@ -217,6 +247,29 @@ def measure_sizes(rounds: int, threads: int) -> dict[str, Any]:
     }
 
 
+def measure_kinds(rounds: int) -> dict[str, Any]:
+    """Environment steps a second of training by kind of policy, covey and its peer in turn, and their ratios."""
+    rates: dict[str, dict[str, list[float]]] = {kind: {"covey": [], "peer": []} for kind in KINDS}
+    for number in range(1, rounds + 1):
+        print(f"kinds of policies, round {number} of {rounds} ...", flush=True)
+        for kind, work in KINDS.items():
+            for side, script, python in (
+                ("covey", "control_covey", sys.executable),
+                ("peer", "control_sb3", peers_python()),
+            ):
+                found = run_contestant(script, python, {"measure": "kind", **work})
+                rates[kind][side].append(found["environment_steps"] / found["seconds"])
+    kinds = {}
+    for kind, found in rates.items():
+        ratio = [a / b for a, b in zip(found["covey"], found["peer"], strict=True)]
+        kinds[kind] = {side: median(values) for side, values in found.items()} | {
+            "ratio": median(ratio),
+            "low": min(ratio),
+            "high": max(ratio),
+        }
+    return kinds
+
+
 def slopes(sizes: Sequence[int], rows: list[dict[str, float]]) -> dict[str, float]:
     """Of log seconds over log size, by least squares: 1 is linear, below 1 grows more slowly than the size."""
 
@@ -312,4 +365,15 @@ def show_sizes(console: Console, sizes: dict[str, Any]) -> None:
     for count, row in zip(sizes["environments"], sizes["collection_steps_per_second"], strict=True):
         spread = f"{row['low']:.1f} to {row['high']:.1f}"
         table.add_row(f"{count:,}", f"{row['covey']:,.0f}", f"{row['sb3']:,.0f}", f"{row['ratio']:.1f}", spread)
+    console.print(table)
+
+
+def show_kinds(console: Console, kinds: dict[str, Any]) -> None:
+    """Environment steps a second of training, by kind of policy."""
+    table = Table(title="environment steps a second of PPO training by kind of policy")
+    for column in ("", "covey", "stable-baselines3, sb3-contrib", "ratio", "range"):
+        table.add_column(column, justify="right" if column else "left")
+    for kind, row in kinds.items():
+        spread = f"{row['low']:.1f} to {row['high']:.1f}"
+        table.add_row(kind, f"{row['covey']:,.0f}", f"{row['peer']:,.0f}", f"{row['ratio']:.1f}", spread)
     console.print(table)

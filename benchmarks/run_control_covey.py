@@ -1,6 +1,7 @@
 """covey on CartPole-v1: a packaged recipe in the ordinary training loop with its run folder, until it passes the test.
 
 Asked for costs instead: seconds of the phases of a training step, by the number of environments and of their steps.
+Asked for a kind: seconds of training steps of PPO with one kind of policy.
 """
 
 from __future__ import annotations
@@ -68,6 +69,25 @@ def reach(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     return trial.numbers()
 
 
+def kind(work: dict[str, Any]) -> dict[str, float]:
+    """Environment steps and seconds of PPO's training steps with one kind of policy."""
+    options = {
+        "environment.id": work["id"], "algorithm": "ppo", "rollouts.kind": "fragments", "update.epochs": work["epochs"],
+        "rollouts.environments": work["environments"], "rollouts.fragment_steps": work["steps"],
+        "update.minibatches": work["minibatches"], "policy.hidden": ",".join(map(str, work["hidden"])),
+        "policy.memory": work["memory"], "evaluation.episodes": 1,
+    }  # fmt: skip
+    overrides = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryDirectory(dir=RUNS) as folder:
+        parts, settings = policy_training(build("cartpole_ppo", overrides, folder))
+        progress = Progress()
+        steps = [train_step(parts, settings, progress).metrics for _ in range(1 + STEPS_TIMED)][1:]
+    return {
+        "environment_steps": sum(step["decisions/sampled"] for step in steps),
+        "seconds": sum(step["time/step"] for step in steps),
+    }
+
+
 def cost(recipe: str, overrides: Sequence[str]) -> dict[str, float]:
     """Seconds a training step of an agent that stays untrained, so that each does the same work; medians."""
     with tempfile.TemporaryDirectory(dir=RUNS) as folder:
@@ -104,6 +124,9 @@ def main() -> None:
     RUNS.mkdir(exist_ok=True)
     if work["measure"] == "costs":
         report(**costs(work["counts"], work["fragment_steps"], work["fixed_count"]))
+        return
+    if work["measure"] == "kind":
+        report(**kind(work))
         return
     reach(work["recipe"], ["--steps", "1", "--seed", str(work["seed"] + 1000)])  # warm-up
     report(**reach(work["recipe"], ["--seed", str(work["seed"])]))

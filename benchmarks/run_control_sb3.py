@@ -1,6 +1,7 @@
 """stable-baselines3's PPO on CartPole-v1, with its defaults or its tuned settings. Runs in the peers' environment.
 
 Asked for threads or collection instead: environment steps a second with 1 and 2 torch threads, or of collection alone.
+Asked for a kind: seconds of training with one kind of policy, of stable-baselines3 or sb3-contrib.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import time
 from statistics import median
 from typing import Any
 
+import gymnasium as gym
 import torch
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.wrappers import ActionMasker
 from shape import report
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -19,6 +23,7 @@ from trial import Trial, read_work
 
 STEPS = 100_000  # of training at most; the tuned schedules fall to 0 over them
 COLLECTIONS_TIMED = 3
+UPDATES_TIMED = 3
 CHUNKS = 4  # of each number of threads, in turn
 TUNED: dict[str, Any] = {
     "n_steps": 32,
@@ -95,8 +100,45 @@ def collection_seconds(environments: int) -> float:
     return median(seconds[1:])
 
 
+def kind_of(work: dict[str, Any]) -> Any:
+    """PPO with one kind of policy, with the rollouts, passes and layers of the work."""
+    batch = work["environments"] * work["steps"] // work["minibatches"]
+    options = {"n_steps": work["steps"], "n_epochs": work["epochs"], "batch_size": batch, "device": "cpu", "seed": 0}
+    layers: dict[str, Any] = {"net_arch": work["hidden"]}
+    wrapper = (lambda env: ActionMasker(env, taxi_mask)) if work["masks"] else None
+    environments = make_vec_env(work["id"], n_envs=work["environments"], wrapper_class=wrapper)
+    if work["masks"]:
+        return MaskablePPO("MlpPolicy", environments, policy_kwargs=layers, **options)
+    if work["memory"]:
+        layers |= {"lstm_hidden_size": work["memory"], "enable_critic_lstm": False}
+        return RecurrentPPO("MlpLstmPolicy", environments, policy_kwargs=layers, **options)
+    if ":" in work["id"]:  # NatureCNN has the layer of 512 in itself
+        return PPO("CnnPolicy", environments, policy_kwargs={"net_arch": []}, **options)
+    return PPO("MlpPolicy", environments, policy_kwargs=layers, **options)
+
+
+def taxi_mask(env: gym.Env) -> Any:
+    """The mask of Taxi's present state."""
+    taxi: Any = env.unwrapped
+    return taxi.action_mask(taxi.s)
+
+
+def kind(work: dict[str, Any]) -> dict[str, float]:
+    """Environment steps and seconds of training, after one update to warm up."""
+    agent = kind_of(work)
+    of_update = work["environments"] * work["steps"]
+    agent.learn(of_update)
+    began = time.perf_counter()
+    agent.learn(UPDATES_TIMED * of_update)
+    return {"environment_steps": UPDATES_TIMED * of_update, "seconds": time.perf_counter() - began}
+
+
 def main() -> None:
     work = read_work()
+    if work["measure"] == "kind":
+        torch.set_num_threads(1)
+        report(**kind(work))
+        return
     if work["measure"] == "threads":
         report(default=training_rates(False), tuned=training_rates(True))
         return

@@ -179,7 +179,8 @@ class NumpyMLP:
 class MaskedObservations:
     """The observations of a batch's decisions as one tensor, whose first D columns are normalised.
 
-    The passes of an update use the same rows repeatedly, so the last result is cached.
+    The passes of an update use the same rows repeatedly, and its minibatches parts of them, so the last result is cached,
+    and the rows of all rollouts.
     """
 
     def __init__(self, size: int, normaliser: RunningMeanStd | None, *, keeps_bytes: bool = False) -> None:
@@ -187,12 +188,15 @@ class MaskedObservations:
         self._context: tuple[Any, ...] = ()
         self._mask_BT = torch.empty(0, dtype=torch.bool)
         self._mean_D: NDArray[np.float64] | None = None
+        self._rows_RW: NDArray[Any] = np.empty(0)  # of the rollouts, one after the other
         self._answer = (torch.empty(0), torch.empty(0, dtype=torch.int64))
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """observation_ND, and place_N, their indices in the flattened [B * T]."""
         mean_D = None if self.normaliser is None else self.normaliser.mean_D
         known = len(batch.context) == len(self._context) and all(map(is_, batch.context, self._context))
+        if not known:
+            self._rows_RW = np.concatenate(batch.context)
         if not (known and mean_D is self._mean_D and torch.equal(batch.mask_BT, self._mask_BT)):
             self._answer = self._gather(batch)
             self._context, self._mask_BT, self._mean_D = batch.context, batch.mask_BT.clone(), mean_D
@@ -209,7 +213,7 @@ class MaskedObservations:
         # Row b begins at index b * T of the padded batch, and at the sum of the earlier lengths when concatenated.
         shift_B = np.cumsum(lengths_B) - lengths_B - np.arange(len(lengths_B)) * batch.mask_BT.shape[1]
         source_N = place_N + shift_B[place_N // batch.mask_BT.shape[1]]
-        observation_ND = np.concatenate(batch.context)[source_N]
+        observation_ND = self._rows_RW[source_N]
         if not self.keeps_bytes:
             observation_ND = observation_ND.astype(np.float32, copy=False)
         if self.normaliser is not None:

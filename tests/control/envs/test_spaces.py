@@ -178,3 +178,11 @@ def test_an_agent_learns_to_make_several_choices_from_observations_in_parts(tabl
     assert summary is not None
     (evaluation,) = summary["evaluations"]
     assert evaluation["after"]["score"] > 13  # of 15; at random 5.4
+
+
+def test_a_discrete_observation_is_one_hot_from_its_first_number_on() -> None:
+    adapter = SpaceAdapter(spaces.Discrete(4, start=-1), spaces.Discrete(2), "")
+    row_ND = adapter.flatten(np.array([-1, 2, 0]))
+    assert row_ND.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert row_ND.dtype == np.float32
+    assert [adapter.flatten_one(number).tolist() for number in (-1, 2, 0)] == row_ND.tolist()

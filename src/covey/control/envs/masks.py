@@ -66,8 +66,11 @@ class ActionMasks:
         return {**(observation if self._in_parts else {OBSERVATION: observation}), MASK: mask}
 
     def _checked(self, mask: Any) -> NDArray[np.int8]:
-        parts = mask if isinstance(mask, tuple | list) else (mask,)
-        flat = np.concatenate([np.ravel(part) for part in parts]) if parts else np.empty(0)
+        if isinstance(mask, np.ndarray):
+            flat = mask.reshape(-1)
+        else:
+            parts = mask if isinstance(mask, tuple | list) else (mask,)
+            flat = np.concatenate([np.ravel(part) for part in parts]) if parts else np.empty(0)
         if flat.dtype.kind not in "biuf":
             raise TypeError(f"its action mask is {type(mask).__name__!r}, not an array of 0 and 1")
         if len(flat) != self._ends[-1]:

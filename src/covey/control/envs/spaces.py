@@ -68,6 +68,9 @@ class SpaceAdapter:
         if self._is_box:
             # A copy, because vector environments may reuse the array in their next step.
             row_ND: NDArray[Any] = np.array(rest, dtype=self._row_dtype).reshape(len(rest), -1)
+        elif isinstance(self.observed, spaces.Discrete):
+            row_ND = np.zeros((len(rest), self.observation_size), dtype=self._row_dtype)
+            row_ND[np.arange(len(rest)), rest - self.observed.start] = 1
         else:
             batched = batch_space(self.observed, len(next(iter(_leaves(rest)))))
             row_ND = np.stack([self._flat(single) for single in iterate(batched, rest)])
