@@ -12,9 +12,8 @@ import argparse
 import re
 from pathlib import Path
 
-from covey.experiment.gpu_time import CARDS as GPUS
-from covey.experiment.gpu_time import Card, step_seconds
-from covey.experiment.plan import read_configs
+from covey.experiment.plan import CARDS as GPUS
+from covey.experiment.plan import Card, read_configs, step_seconds
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
 from covey.llm.memory.estimate import TIGHT, predict
 

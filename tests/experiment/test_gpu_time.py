@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError, LoRAConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
-from covey.experiment.gpu_time import CARDS, READING, Card, Work, decoding_step, find_card, step_seconds, update
+from covey.experiment.plan import CARDS, READING, Card, Work, decoding_step, find_card, step_seconds, update
 from covey.llm.memory.dimensions import read_dimensions
 from covey.llm.memory.estimate import adapter_parameters
 

@@ -18,7 +18,7 @@ from covey.experiment.advice import read_launch
 from covey.tracking.curve import read_iterations, run_figure
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_store import RunStore, digests, read_metrics
-from covey.tracking.trackers.observer import read_position
+from covey.tracking.trackers import read_position
 from helpers.run_folders import language_run
 
 DEADLINE_SECONDS = 120  # of a command that waits for the other end of a pipe
