@@ -29,7 +29,7 @@ from covey.core import kl
 from covey.core.schedules import restarted
 from covey.data import Group, ReferenceUpdater, RewardModelUpdater, Start, Team
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
-from covey.experiment.evaluation import HeldOut
+from covey.experiment.evaluation import SHARE, HeldOut
 from covey.experiment.job import Experiment, ExperimentBuilder, Reward, build_checkpoints
 from covey.experiment.models import (
     LoadedPolicy,
@@ -44,6 +44,7 @@ from covey.experiment.models import (
 )
 from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import Problem, build_problem, build_rollout_kind
+from covey.experiment.resuming import read_origin
 from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.critic import LanguageCritic
 from covey.llm.grader import CALL_FILE, RewardGrader, RunGrader
@@ -200,9 +201,10 @@ class LLMBuilder(ExperimentBuilder):
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)
+        origin = read_origin(store.run_dir)[0]
         held_out = HeldOut(
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
-            sampler_weights,
+            sampler_weights, config.budget_seconds / SHARE, origin["before"] if origin else (),
         )  # fmt: skip
         learners = build_learners(
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
