@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.train.loop import iterate
+from covey.train.iterate import iterate
 from covey.train.state import Progress, load_checkpoint
 from helpers.loop_world import World, build, never
 

@@ -78,7 +78,8 @@ from covey.train.collect import (
     fixed_size,
     linear_size,
 )
-from covey.train.loop import iterate, train
+from covey.train.iterate import iterate
+from covey.train.loop import train
 from covey.train.pace import Pace
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder, TokenRecorder, prompts_read
