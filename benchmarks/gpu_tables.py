@@ -6,8 +6,6 @@
 Nothing is computed on a GPU. `tests/docs/test_pages.py` compares the docs with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

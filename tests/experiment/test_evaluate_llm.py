@@ -1,7 +1,5 @@
 """Evaluation on held-out problems: the same weights are measured once."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from itertools import count

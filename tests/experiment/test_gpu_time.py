@@ -1,7 +1,5 @@
 """The estimate of a step's time on a GPU: its arithmetic by hand, and the command that prints it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each file of a run folder is replaced by a pipe or by a link out of it: every command that reads it answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

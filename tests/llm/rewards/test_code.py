@@ -1,7 +1,5 @@
 """The code reward: what is taken from a completion, how tests are read, what counts as equal, what is masked."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Which bwrap is used, and what a user reads if it is absent or does not work."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Hostile programs: none leaves the sandbox, none forges a verdict, none keeps running."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 These tests need no bwrap. A backend that does not isolate is not used, so that the tests of hostile programs skip it.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tasks of programs: right answers pass, others do not, and no held-out program is one of training."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Runs with the real package of each tracker, which writes locally, read back with the package's own reader."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The parts of trackers that are the same for all packages: fields, rows, threads, positions."""
 
-from __future__ import annotations
-
 import html
 import re
 import threading
