@@ -3,8 +3,6 @@
 python -m covey.tracking.metrics > docs/metrics.md
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
