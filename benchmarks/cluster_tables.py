@@ -7,8 +7,6 @@ They are predictions; nothing is computed on a GPU. `tests/cluster/test_tables.p
 them.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import re

@@ -1,7 +1,5 @@
 """The command line on its own: the overview, the list of recipes, misspelt words, completion with Tab."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The options of `covey sample` and `covey eval` that change the distribution of the next token."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

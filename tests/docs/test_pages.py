@@ -3,8 +3,6 @@
 `test_as_printed.py` runs it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

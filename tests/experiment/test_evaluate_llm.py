@@ -1,14 +1,15 @@
 """Evaluation on held-out problems: the same weights are measured once."""
 
-from __future__ import annotations
-
+import math
 from contextlib import nullcontext
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
 from covey.config import EvaluationConfig
 from covey.data import Start
+from covey.experiment import evaluation
 from covey.experiment.evaluation import HeldOut
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
@@ -17,6 +18,13 @@ from covey.llm.sampler import LanguageSampler
 from covey.runtime.distributed import ALONE
 from covey.runtime.sharding import WHOLE
 from helpers.tiny_models import tiny_model, tiny_tokenizer
+
+
+def held_out_of(config, starts, grade, display, store, *time):
+    generator, chat = LocalGenerator(LanguagePolicy(tiny_model())), Chat(tiny_tokenizer(), frozenset({1}))
+    sampler = LanguageSampler(generator, chat, seed=1, max_new_tokens=3)
+    grader = SimpleNamespace(grade=grade, score_kind="score", score_range=None)
+    return HeldOut(config, starts, grader, sampler, display, store, ALONE, WHOLE, *time)
 
 
 def test_weights_are_measured_once_and_new_ones_again():
@@ -28,19 +36,14 @@ def test_weights_are_measured_once_and_new_ones_again():
             group.rollouts[0].score = float(len(graded))
         return groups
 
-    sampler = LanguageSampler(
-        LocalGenerator(LanguagePolicy(tiny_model())), Chat(tiny_tokenizer(), frozenset({1})), seed=1, max_new_tokens=3
-    )
-    held_out = HeldOut(
+    held_out = held_out_of(
         EvaluationConfig(problems=2, token_limits=(3, 5), every=4),
         [Start(i, f"{i}+1", {"topic": i}) for i in range(2)],
-        SimpleNamespace(grade=grade, score_kind="score", score_range=None),
-        sampler,
+        grade,
         SimpleNamespace(progress=lambda label, total: nullcontext(counted.append), show_answer=shown.append),
         SimpleNamespace(record_evaluation=lambda step, answers: written.update({step: answers})),
-        ALONE,
-        WHOLE,
     )
+    sampler = held_out.sampler
     assert held_out.due(3) == {}
     assert held_out.due(4) == {"eval/score": 1.0}
     assert [result["score"] for result in held_out.measure("after")] == [1.0, 2.0], "only the other limit is new"
@@ -53,6 +56,46 @@ def test_weights_are_measured_once_and_new_ones_again():
     assert [result["mean_tokens"] for result in held_out.measure("after")] == [3.0, 5.0]
     assert graded == [[3, 3], [5, 5]], "each limit has its own copy to grade"
     assert counted == [1] * len(shown) == [1] * 8, "each answer is counted and shown as it comes"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured", "asked"),
+    [
+        (math.inf, (), 7),
+        (100.0, (), 7),
+        (2.5, (), 4),  # two pieces of two problems, a second each
+        (0.5, (), 2),
+        (0.5, [{"count": 4, "unscored": 1}], 5),
+        (100.0, [{"count": 2}], 2),
+    ],
+)
+def test_an_evaluation_has_as_many_problems_as_the_time_budget_allows(monkeypatch, seconds, measured, asked):
+    monkeypatch.setattr(evaluation, "PIECE", 2)
+    clock = count(0.0, 1.0)
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+    def grade(groups):
+        for group in groups:
+            group.rollouts[0].score = 1.0
+        return groups
+
+    notes = []
+    held_out = held_out_of(
+        EvaluationConfig(problems=7, every=1),
+        [Start(i, f"{i}+1") for i in range(7)],
+        grade,
+        SimpleNamespace(
+            progress=lambda label, total: nullcontext(lambda n: None), show_answer=lambda group: None, note=notes.append
+        ),
+        SimpleNamespace(record_evaluation=lambda step, answers: None),
+        seconds,
+        measured,
+    )
+    (first,) = held_out.measure("before")
+    assert first["count"] == asked
+    assert len(notes) == (asked < 7 and not measured)
+    held_out.sampler.refresh(1)
+    assert held_out.measure("after")[0]["count"] == asked
 
 
 def test_an_answer_cut_at_a_limit_is_the_answer_with_that_limit():

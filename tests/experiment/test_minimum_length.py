@@ -1,7 +1,5 @@
 """`sampling.min_new_tokens` of a recipe reaches the sampler, the policy and everything that is made of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

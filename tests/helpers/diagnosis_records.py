@@ -7,8 +7,6 @@ embedded model (`helpers.healthy_runs.COMMANDS`) from run folders there that hav
 beside the tests (`HEALTHY_FILE`, `SICK_FILE`).
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import sys

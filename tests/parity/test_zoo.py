@@ -1,8 +1,6 @@
 """Every causal language model of transformers is sampled and trained with the numbers of its own plain forward pass, or
 is refused in one line that names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recomputed layers of every causal language model of transformers have the bits of its own, or are refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

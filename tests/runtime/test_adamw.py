@@ -1,7 +1,5 @@
 """AdamW and the clip norm do not depend on the division of a tensor among ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

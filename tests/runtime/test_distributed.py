@@ -1,7 +1,5 @@
 """The order in which the gradients of shards are added."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

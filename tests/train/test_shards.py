@@ -1,7 +1,5 @@
 """Shards: the same bits for any number of ranks, and the gradient of one shard up to rounding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -23,7 +23,7 @@ class EnvironmentConfig(Table):
         "auto",
         "how copies of the environment step: one after the other in this process (sync), or each in its own process "
         "(async); auto is all in one process of their own, sync for branches and for Gymnasium's own environments, and "
-        "for CartPole-v1 all copies at once in NumPy",
+        "for CartPole-v1 and Acrobot-v1 all copies at once in NumPy",
         choices=("auto", "sync", "async"),
         advanced=True,
     )

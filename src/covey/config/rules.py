@@ -513,7 +513,7 @@ def unpaid_credit(config: RunConfig) -> str:
 
 
 def _iteration(config: RunConfig, *, own_rewards: bool) -> Iterator[Fault]:
-    """Iterative GRPO. `covey.experiment.iteration` checks rewards that a script gives."""
+    """Iterative GRPO. `covey.experiment.llm` checks rewards that a script gives."""
     steps = config.iteration.steps
     if not steps:
         return

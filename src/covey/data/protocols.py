@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from covey.data.records import StepRecord
-from covey.data.types import Batch, Group, PolicyOutput, Start
+from covey.data.types import Batch, Group, PolicyOutput, Start, StepRecord
 
 
 class Team:

@@ -26,7 +26,7 @@ from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
-from covey.llm.teacher import TeacherPrompts
+from covey.llm.teacher import OF_GROUP, TeacherPrompts, asked
 from covey.runtime.worker.process import CallError
 from covey.runtime.worker.sessions import Session
 
@@ -259,16 +259,25 @@ class Problem:
 
     def prompt_as_read(self) -> list[str]:
         """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
-        first observation of the environment that was tried; [] if the model's tokenizer is not on this machine.
+        first observation of the environment that was tried; also as a teacher with a prompt of its own does. [] if the
+        model's tokenizer is not on this machine.
         """
         found = find_chat(self.config.model)
         if found is None:
             return []
         chat, model_config = found[0].with_config(self.config.chat), found[1]
         limit = self.kind.prompt_limit(chat, model_config, self.config.rollout_limit, drop=True)
-        ids = (limit.encode or chat.encode)(self.held_out[0].prompt)
-        lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
-        return [f"the model reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
+        first, template = self.held_out[0], self.config.teacher.prompt
+        readers: dict[str, Any] = {"the model": first.prompt}
+        if template:
+            found_later = {name: f"{{{name}}}" for name in OF_GROUP}
+            readers["the teacher"] = asked(template, first.prompt, found_later | dict(first.columns))
+        shown = []
+        for reader, prompt in readers.items():
+            ids = (limit.encode or chat.encode)(prompt)
+            lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
+            shown += [f"{reader} reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
+        return shown
 
     def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
         """The problem without prompts that are too long for the model.

@@ -1,7 +1,5 @@
 """A minimum length: sampler and update exclude the end tokens at the same decisions, and renormalise alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tasks of environments: seeds, or the prompts that an environment brings."""
 
-from __future__ import annotations
-
 import pytest
 
 from covey.config import ConfigError, EnvironmentTaskConfig

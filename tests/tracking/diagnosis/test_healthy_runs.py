@@ -1,7 +1,5 @@
 """The checks are silent over healthy runs. `helpers/healthy_runs.py` has their recipes, and recorded them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every check finds a run that was made sick on purpose. `helpers/sick_runs.py` has the recipes."""
 
-from __future__ import annotations
-
 import pytest
 
 from covey.tracking.diagnosis import CHECKS
