@@ -9,7 +9,7 @@ import pytest
 
 from covey.tracking.diagnosis import CHECKS, diagnose
 from helpers.diagnosed_runs import train_tables
-from helpers.diagnosis_records import HEALTHY_FILE, SICK_FILE, alarms_table, checks_table, read_recorded, runs_table
+from helpers.diagnosis_records import HEALTHY_FILE, SICK_FILE, read_recorded
 from helpers.healthy_runs import COMMANDS, HEALTHY
 from helpers.sick_runs import SICK
 
@@ -43,13 +43,6 @@ def test_a_recorded_run_trains_again(tmp_path):
     assert not found
     assert len(metrics) == len(recorded.metrics)
     assert metrics[0]["score/mean"] == pytest.approx(recorded.metrics[0]["score/mean"], abs=1e-5)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("table", [checks_table, alarms_table, runs_table], ids=lambda table: table.__name__)
-def test_the_page_has_the_table(table):
-    """`PYTHONPATH=tests python -m helpers.diagnosis_records FOLDER` prints the tables of docs/healthy.md."""
-    assert table() in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_quotes_what_the_checks_say():
