@@ -1,7 +1,5 @@
 """What a release is made of agrees: versions, links, Python versions, workflows, the container file."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
