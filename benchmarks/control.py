@@ -14,8 +14,6 @@ benchmarks/results/.
     .venv/bin/python benchmarks/bench.py control --contestants --rounds 0      the kinds of policies alone
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ Asked for costs instead: seconds of the phases of a training step, by the number
 Asked for a kind: seconds of training steps of PPO with one kind of policy.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace

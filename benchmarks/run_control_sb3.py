@@ -4,8 +4,6 @@ Asked for threads or collection instead: environment steps a second with 1 and 2
 Asked for a kind: seconds of training with one kind of policy, of stable-baselines3 or sb3-contrib.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

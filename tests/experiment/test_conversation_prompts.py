@@ -1,7 +1,5 @@
 """Lengths of prompts of conversations count the descriptions of tools and the first observation."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import closing

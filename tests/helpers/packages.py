@@ -5,8 +5,6 @@
 It runs in an environment with `build` and `twine`: `make packages`.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A teacher beside the reward: its divergence against plain forward passes, its prompts, and whom it may teach."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

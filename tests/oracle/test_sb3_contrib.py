@@ -7,8 +7,6 @@ observations one by one, and resets its state itself; its buffer cuts the second
 `train` computes the loss and leaves the gradients in its policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

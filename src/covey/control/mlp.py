@@ -179,8 +179,8 @@ class NumpyMLP:
 class MaskedObservations:
     """The observations of a batch's decisions as one tensor, whose first D columns are normalised.
 
-    The passes of an update use the same rows repeatedly, and its minibatches parts of them, so the last result is cached,
-    and the rows of all rollouts.
+    The passes of an update use the same rows repeatedly, and its minibatches parts of them, so the last result and the
+    rows of all rollouts are cached.
     """
 
     def __init__(self, size: int, normaliser: RunningMeanStd | None, *, keeps_bytes: bool = False) -> None:

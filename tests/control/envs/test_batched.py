@@ -1,7 +1,5 @@
 """The batched CartPole and Acrobot against Gymnasium's single ones."""
 
-from __future__ import annotations
-
 import gymnasium as gym
 import numpy as np
 import pytest

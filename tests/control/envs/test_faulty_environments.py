@@ -1,7 +1,5 @@
 """Environments that raise, lie, hang or die: one line that names environment, episode and step."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """Several choices at once, and observations in parts: the numbers of their policy, and that it learns."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -13,7 +11,7 @@ from gymnasium import spaces
 
 from covey.config import EnvironmentConfig
 from covey.config.recipe import config_from_dict
-from covey.control.envs.spaces import MultiDiscrete
+from covey.control.envs.spaces import MultiDiscrete, SpaceAdapter
 from covey.control.envs.vector_env import make_environments
 from covey.control.policy import ControlPolicy, load_policy
 from covey.data import EndReason, Group, Rollout, Start, collate
