@@ -30,4 +30,4 @@ class Pixels(gym.Env):
         return picture
 
 
-gym.register("Pixels-v0", entry_point=Pixels, max_episode_steps=100)
+gym.register("Pixels-v0", entry_point="pixels:Pixels", max_episode_steps=100)
