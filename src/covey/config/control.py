@@ -1,7 +1,5 @@
 """Config of a run on a Gymnasium environment."""
 
-from __future__ import annotations
-
 from covey.config.common import (
     ALGORITHM_NAMES,
     BY_GROUP,

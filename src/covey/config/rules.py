@@ -4,8 +4,6 @@ A rule of one table is in its class (`Table.faults`, `Table.check`). `covey.conf
 the command line causes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Protocols of the components that the training loop uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

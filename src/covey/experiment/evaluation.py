@@ -1,7 +1,5 @@
 """Evaluates a language model by greedy answers to held-out problems."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Builds the components of a run on a language model from its config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -1,7 +1,5 @@
 """Resumes runs from their config, the record of their beginning, and their checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The prompts of a teacher, and whether it knows the policy's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

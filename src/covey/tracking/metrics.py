@@ -1,7 +1,5 @@
 """The metrics of a training step, each defined once, in `metrics.toml`; docs/reference/metrics.md is made from it."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GRPO trainer: generate, reward, compute advantages, update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

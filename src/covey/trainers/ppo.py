@@ -3,8 +3,6 @@
 Shapes: B prompts, each with one answer; T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -137,8 +137,6 @@ GET /api/events            server-sent events, at once and then whenever somethi
     A comment line every 15 seconds keeps the connection. It ends when the server ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

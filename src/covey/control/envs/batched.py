@@ -6,8 +6,6 @@ slot has its own seed and a finished slot does not change until it is reset, so 
 Shape legend: N slots; the state has 4 rows.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

@@ -6,8 +6,6 @@ Shape legend: N slots (copies), D numbers in a flattened observation (with its a
 in an action, K slots named in a call.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -4,8 +4,6 @@ faster implementations.
 Shapes: L tokens, T decisions (the last tokens), V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

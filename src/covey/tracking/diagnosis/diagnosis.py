@@ -1,7 +1,5 @@
 """Runs all checks over the metrics of a run, step by step or afterwards, and writes what they find."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

@@ -23,8 +23,6 @@ which asyncio needs, and no other sockets. A call that is not in the list, or ha
 linux/bpf_common.h; numbers of system calls from the kernel's tables.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools
