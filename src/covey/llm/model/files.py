@@ -26,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -33,7 +34,11 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files, hub
@@ -173,6 +178,18 @@ CAUSAL = Family(
     "causal language model",
     "choose a decoder, such as Llama, Qwen or GPT-2",
 )
+IMAGES = Family(  # of runs whose prompts have images
+    AutoModelForImageTextToText,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "vision-language model",
+    "choose one, such as Qwen2.5-VL, Idefics3 or Gemma 3, or remove the column with images from the data",
+)
+
+
+def family_of(fields: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`: IMAGES for what is not a causal language model too."""
+    kind = fields.get("model_type")
+    return IMAGES if kind in IMAGES.architectures and kind not in CAUSAL.architectures else CAUSAL
 
 
 def check_config(fields: dict[str, Any], model: str, family: Family = CAUSAL) -> None:
@@ -195,7 +212,8 @@ def check_config(fields: dict[str, Any], model: str, family: Family = CAUSAL) ->
                 f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
                 "another model, or a newer transformers"
             )
-        raise ConfigError(f"model {model}: {named} is not a {family.noun}: {family.fix}")
+        images = ", or give it prompts with images" if kind in IMAGES.architectures else ""
+        raise ConfigError(f"model {model}: {named} is not a {family.noun}: {family.fix}{images}")
     quantised = fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -383,7 +401,7 @@ def skeleton(config: PreTrainedConfig, model: str, family: Family = CAUSAL) -> P
     Raises:
         ConfigError: if the config describes no model of the family.
     """
-    if family is CAUSAL:
+    if family in (CAUSAL, IMAGES):
         check_causal(config, model)
     elif config.model_type not in family.architectures:
         raise ConfigError(
