@@ -299,7 +299,7 @@ def load_trainable(
 
 
 def load_policy(config: RunConfig, machine: Machine, example: ImagePrompt | None = None) -> LoadedPolicy:
-    """Load the model of a run; the arguments are those of `load_trainable`.
+    """Load the model of a run; for the arguments, see `load_trainable`.
 
     Raises:
         ConfigError: if it cannot be found or loaded.

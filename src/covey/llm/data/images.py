@@ -1,4 +1,4 @@
-"""Images of a data set's rows: files beside the data file, bytes as the package datasets stores them, pictures of PIL.
+"""Images of a data set's rows: files near the data file, bytes as the package datasets stores them, pictures of PIL.
 
 This module loads no torch, so that a missing file is reported at once.
 """

@@ -52,7 +52,7 @@ class Chat:
             end_ids: token ids that end a completion.
             embedded: number of token ids with an embedding; None: prompts are not checked.
             config: system prompt, examples and switches of the template.
-            folder: of the model's files, among them those of a processor of images; None: it has none.
+            folder: of the model's files, with which a processor of images may be; None: it has none.
         """
         self.tokenizer = tokenizer
         self.end_ids = end_ids

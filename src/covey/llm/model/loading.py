@@ -91,7 +91,7 @@ def load_model(
             model or, if the run was stopped, its newest checkpoint) or one of its checkpoints.
         in_4bit: quantize the linear layers, which are frozen then (`lora.load_in_4bit`), before the weights are on the
             device.
-        family: the model is of this kind; None: of that of its config.
+        family: the model is of this kind; None: as its config says.
 
     Raises:
         ConfigError: if nothing has this name, or it is not a complete model of the family.
@@ -159,7 +159,7 @@ def describe_model(folder: Path, name: str, family: Family | None = CAUSAL, *, h
 
     Args:
         name: the model's name in messages.
-        family: models of this kind are expected; None: that of the config.
+        family: models of this kind are expected; None: as the config says.
         has_weights: False for the architecture of a run, whose weights are in its checkpoints.
 
     Raises:
