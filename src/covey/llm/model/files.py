@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -39,6 +41,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files, hub
@@ -374,6 +377,34 @@ def read_part(part: Any, folder: Path, model: str) -> Any:
     """
     with reading(f"model {model}: its {PARTS[part]} cannot be loaded"):
         return part.from_pretrained(str(folder), **SAFELY)
+
+
+def read_processor(folder: Path, kind: str, tokenizer: Any) -> Any:
+    """The processor of images of a vision-language model, by PIL, without what reads videos and sound, which would need
+    further packages.
+
+    Args:
+        folder: of the model.
+        kind: its model type.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    base: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, ""), object)
+
+    class ImagesOnly(base):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            """Parts may be None."""
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, folder: str, processor_dict: Any = None, **_: Any) -> list[Any]:
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil", **SAFELY)
+            parts = {"tokenizer": tokenizer, "image_processor": images}
+            return [parts.get(name) for name in cls.get_attributes()]
+
+    with reading(f"model {folder}: its processor of images cannot be loaded", "copy its files again"):
+        return ImagesOnly.from_pretrained(str(folder), **SAFELY)
 
 
 def check_causal(config: PreTrainedConfig, model: str) -> None:

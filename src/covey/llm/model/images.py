@@ -14,15 +14,13 @@ from shutil import copyfile
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.llm.data.images import PLACE, ImagePrompt
-from covey.llm.model.files import IMAGES, SAFELY, read_part, reading
+from covey.llm.model.files import IMAGES, read_part, read_processor, reading
 from covey.llm.model.logprobs import EXCLUDED_LOGIT
 from covey.llm.model.plain_forward import PromptTokens
 
@@ -48,12 +46,10 @@ class ImageReader:
         kind = read_part(AutoConfig, self.folder, str(self.folder)).model_type
         if kind not in IMAGES.architectures:
             raise ConfigError(f"the prompt has images, and a model of the type {kind} reads text only: {IMAGES.fix}")
-        with reading(f"model {self.folder}: its processor of images cannot be loaded", "copy its files again"):
-            base = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
-            processor = _with_images_only(base, self.tokenizer).from_pretrained(str(self.folder), **SAFELY)
-            if not self.tokenizer.chat_template:
-                self.tokenizer.chat_template = processor.chat_template
-            return processor
+        processor = read_processor(self.folder, kind, self.tokenizer)
+        if not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = processor.chat_template
+        return processor
 
     def encode(
         self,
@@ -94,22 +90,6 @@ class ImageReader:
         for name in PROCESSOR_FILES:
             if (self.folder / name).is_file() and self.folder != folder:
                 copyfile(self.folder / name, folder / name)
-
-
-def _with_images_only(base: Any, tokenizer: Any) -> Any:
-    """A processor's class without what reads videos and sound, which would need further packages."""
-
-    class WithImagesOnly(base):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-            """Parts may be None."""
-
-        @classmethod
-        def _get_arguments_from_pretrained(cls, folder: str, processor_dict: Any = None, **_: Any) -> list[Any]:
-            parts = {"tokenizer": tokenizer, "image_processor": None}
-            parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil", **SAFELY)
-            return [parts.get(name) for name in cls.get_attributes()]
-
-    return WithImagesOnly
 
 
 def _parts(message: Mapping[str, Any], place: str = "") -> Mapping[str, Any]:
