@@ -13,6 +13,8 @@ TRACKERS := .trackers-venv
 ARM := .arm
 ENVIRONMENTS := .environments-venv
 ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
+RELEASE := .release-venv
+PYTHONS := python3.11 python3.12 python3.13
 COMMA := ,
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
@@ -24,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -41,6 +43,7 @@ help:
 	@echo "make release-check     all of the above but bench, gpu and arm: some hours"
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
 	@echo "make wheel      a wheel with kernels inside for this architecture, in dist/"
+	@echo "make packages   the packages of a release, built, looked into, installed and tried, in $(RELEASE); PYTHONS=python3.11"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
@@ -94,10 +97,19 @@ test-slow: $(VENV)/triton
 wheel: $(STAMP)
 	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w dist .
 
+$(RELEASE)/installed: tests/helpers/release.lock
+	@rm -rf $(RELEASE)
+	@echo "Creating $(RELEASE)"; $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip -qq --disable-pip-version-check install -r tests/helpers/release.lock
+	@touch $@
+
+packages: $(RELEASE)/installed
+	@$(RELEASE)/bin/python tests/helpers/packages.py $(PYTHONS)
+
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
-release-check: lint test test-slow mutants oracle trackers environments scale
+release-check: lint test test-slow mutants oracle trackers environments scale packages
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"

@@ -1,6 +1,7 @@
-"""Compiles the kernels into a wheel. hatchling calls this if HATCH_BUILD_HOOK_ENABLE_CUSTOM is true (`make wheel`)."""
+"""What hatchling calls: `Kernels` if HATCH_BUILD_HOOK_ENABLE_CUSTOM is true (`make wheel`), `Readme` always."""
 
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Kernels(BuildHookInterface):  # type: ignore[type-arg]
@@ -39,3 +41,14 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
         with ThreadPoolExecutor() as pool:
             list(pool.map(compile_one, names))
         build_data.update(pure_python=False, tag=f"py3-none-linux_{machine}")
+
+
+class Readme(MetadataHookInterface):
+    """README.md as the package's description: links and pictures are the repository's, at the version's tag."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        files = f"{metadata['urls']['Repository']}/raw/v{metadata['version']}/"
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        pictures = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{files}", text)
+        links = re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{files.replace('/raw/', '/blob/')}", pictures)
+        metadata["readme"] = {"content-type": "text/markdown", "text": links}

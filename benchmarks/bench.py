@@ -5,8 +5,6 @@ make bench                                       both parts, about three quarter
 .venv/bin/python benchmarks/bench.py control --seeds 1 --rounds 1    a short one; --help names each part's options
 """
 
-from __future__ import annotations
-
 import sys
 
 

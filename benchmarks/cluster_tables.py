@@ -3,11 +3,9 @@
     .venv/bin/python benchmarks/cluster_tables.py           print them
     .venv/bin/python benchmarks/cluster_tables.py --write   replace them in the docs
 
-They are predictions; nothing is computed on a GPU. `tests/cluster/test_tables.py` compares the docs with
+They are predictions; nothing is computed on a GPU. `tests/cluster/test_throughput.py` compares the docs with
 them.
 """
-
-from __future__ import annotations
 
 import argparse
 import io

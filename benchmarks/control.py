@@ -9,8 +9,6 @@ process of its own, so that a slow minute of the machine hits all of them. Then:
 number of environments and of their steps, and how fast rollouts are collected. Results go to benchmarks/results/.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -9,8 +9,6 @@ that are finished in `--folder` are read and not repeated. The interval of a mea
 or the last five steps, because the rollouts of a group have the same prompt and are not independent.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -7,8 +7,6 @@ kinds of run write the same number of tokens, and their tokens and log-probabili
 alternate. "Decoded" are the tokens that the model wrote.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import threading

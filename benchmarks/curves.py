@@ -6,8 +6,6 @@ One of the four is changed at a time. Every point is a process of its own; the p
 and the median is drawn. Larger models have the shapes of their family and random weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

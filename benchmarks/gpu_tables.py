@@ -6,15 +6,12 @@
 Nothing is computed on a GPU. `tests/docs/test_pages.py` compares the docs with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path
 
-from covey.experiment.gpu_time import CARDS as GPUS
-from covey.experiment.gpu_time import Card, step_seconds
-from covey.experiment.plan import read_configs
+from covey.experiment.plan import CARDS as GPUS
+from covey.experiment.plan import Card, read_configs, step_seconds
 from covey.llm.memory.dimensions import Dimensions, read_dimensions
 from covey.llm.memory.estimate import TIGHT, predict
 

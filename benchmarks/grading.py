@@ -14,8 +14,6 @@ completions and have the same rewards. Each figure is the median over the steps 
 processes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

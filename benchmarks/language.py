@@ -9,8 +9,6 @@ process of its own, and the rounds are repeated. What is timed is the second ste
 Results go to benchmarks/results/.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

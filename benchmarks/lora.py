@@ -9,8 +9,6 @@ Rank 0 trains all weights. Every run is a process of its own, one after the othe
 greedy answers to held-out problems. A finished run is written to the output at once, and is not repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -11,8 +11,6 @@ is the resident memory of the process, as the operating system counts it; on a G
 it, without the CUDA context. Results go to benchmarks/results/.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

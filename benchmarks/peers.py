@@ -1,7 +1,5 @@
 """Runs a contestant in a process and an environment of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@
 Each run trains a packaged recipe for a few steps; the first step of each is left out. The ratio is that of the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

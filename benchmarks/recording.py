@@ -8,8 +8,6 @@ rest of the step. It is measured in every step, so it does not depend on how muc
 the medians of whole steps, which differ by more than recording costs.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

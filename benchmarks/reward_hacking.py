@@ -5,8 +5,6 @@
 The runs are made by the commands of docs/iterative.md. A thin line is one seed, a thick one the mean of the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ advantages; a network of 128-128 units, Adam at 3e-4, clip 0.2, KL(old || new) w
 description leaves open how often an episode is gone over; `EPOCHS` is what served best of 1, 4 and 10.
 """
 
-from __future__ import annotations
-
 import gymnasium as gym
 import numpy as np
 import torch

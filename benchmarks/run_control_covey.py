@@ -3,8 +3,6 @@
 Asked for costs instead: seconds of the phases of a training step, by the number of environments and of their steps.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Asked for threads or collection instead: environment steps a second with 1 and 2 torch threads, or of collection alone.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

@@ -1,7 +1,5 @@
 """One GRPO step of covey: its own sampler, annotation and update, as in training, with random rewards."""
 
-from __future__ import annotations
-
 import random
 
 import torch

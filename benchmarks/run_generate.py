@@ -1,7 +1,5 @@
 """transformers' `model.generate` in covey's precision with its default cache: the sampler that most trainers use."""
 
-from __future__ import annotations
-
 import torch
 from shape import make_prompts, now, read_shape, report
 from transformers import AutoModelForCausalLM, AutoTokenizer

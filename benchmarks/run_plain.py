@@ -3,8 +3,6 @@
 It is cast to bf16 if covey chooses bf16 on this machine.
 """
 
-from __future__ import annotations
-
 import torch
 from shape import make_prompts, now, read_shape, report
 from transformers import AutoModelForCausalLM, AutoTokenizer

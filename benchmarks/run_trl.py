@@ -1,7 +1,5 @@
 """A step of TRL's GRPOTrainer with its defaults, in covey's precision. Runs in TRL's environment."""
 
-from __future__ import annotations
-
 import torch
 from gpu_session import trl_seconds
 from shape import make_prompts, now, read_shape, report

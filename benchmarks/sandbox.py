@@ -3,8 +3,6 @@
 python benchmarks/sandbox.py [PROGRAMS]
 """
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Read by each contestant in its own environment, so it needs torch and transformers, and nothing of covey.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

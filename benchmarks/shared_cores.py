@@ -8,8 +8,6 @@ arithmetic and makes an update, with two threads. The variants take turns, first
 compute without end. "fair" is the time in relation to that of the first variant alone; with half of each core it is 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ Seconds are processor seconds of each server, which has one thread on a core of 
 programs on that core; it is in the file too. The step of two servers takes the longer of both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ Read by each contestant in its own environment, so it needs NumPy and Gymnasium 
 Shape legend: N test episodes, 4 numbers in an observation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

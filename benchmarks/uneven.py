@@ -5,8 +5,6 @@
 Both write the same number of tokens, in turn, in one process; the figure is a ratio of their rates.
 """
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -7,8 +7,6 @@ sampled. Greedy answers are to held-out problems of the task of `covey train ari
 of its first step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Every test is a function of the code: not of chance, of the tests before it, or of the machine's load."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

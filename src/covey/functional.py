@@ -4,8 +4,6 @@ The functions reshape their arguments and call `covey.algorithms` and `covey.cor
 Shapes: N prompts with G answers each, T tokens, B = N * G rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

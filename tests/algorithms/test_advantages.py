@@ -1,7 +1,5 @@
 """Credit for single decisions, the critic, KL to the policy that acted: by hand, from the formulas, however cut."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

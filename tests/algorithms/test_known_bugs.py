@@ -47,8 +47,6 @@ What of these cannot happen here: ranks (5, 30; there is one, so its counts are 
 process or with adapters (26), rollouts that arrive while training goes on (28), adapters (DoRA, 31).
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The old policy is one that the current policy has left, so that ratios are clipped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Process supervision: both normalisations by hand and from the formula, their special cases, and a run that learns."""
 
-from __future__ import annotations
-
 import json
 from statistics import fmean, pstdev
 

@@ -1,7 +1,5 @@
 """Each reward normalised within its group before the sum (GDPO), by hand and from a recipe."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, pstdev
 

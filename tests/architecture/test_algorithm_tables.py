@@ -1,7 +1,5 @@
 """The strings about algorithms in `covey.config`, which may not import torch, agree with the algorithms themselves."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ OPENED_PLAINLY = (
     "tracking/rollout_export.py: open(file, 'x'",  # a new file
     "tracking/run_folder.py: Path('/proc/locks')",
     "tracking/run_store.py: open(path, 'wb')",  # a step that this process writes
-    "tracking/trackers/adapters.py: Path(self._client.download_artifacts",
+    "tracking/trackers.py: Path(self._client.download_artifacts",
     "watch/index.py: open(path.with_suffix('.lock')",  # in the cache
     "watch/report.py: (STATIC /",
 )

@@ -1,7 +1,5 @@
 """Every mutant of `tests/**/mutants.toml` makes a test fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the commands say of a run, its size, its step and its limits; the commands that torchrun started."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `covey check` prints: the fields that are not at their defaults, and the verdict."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Names in a stranger's run folder reach the terminal as they are: no markup, no control characters, no errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

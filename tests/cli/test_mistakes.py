@@ -1,7 +1,5 @@
 """Mistakes in a command are one line that names the place and the remedy, before anything is loaded or written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

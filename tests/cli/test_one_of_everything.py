@@ -1,7 +1,5 @@
 """What commands print about one step, prompt, episode, problem or seed: no "1 steps"."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,6 @@
 """The command line on its own: the overview, the list of recipes, misspelt words, completion with Tab."""
 
-from __future__ import annotations
-
+import argparse
 import shlex
 import shutil
 import subprocess
@@ -10,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from covey.cli.evaluate import truncation_of
 from covey.cli.main import OVERVIEW, main, parse
 from covey.config import ConfigError
+from covey.config.llm import SamplingConfig
 from covey.config.recipe import packaged_recipes, read_recipe
 
 COVEY = Path(sys.executable).with_name("covey")
@@ -114,3 +115,16 @@ def test_bash_completes_commands_recipes_fields_and_choices(tmp_path: Path) -> N
 def test_the_text_for_each_shell_names_the_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     assert "covey" in capsys.readouterr().out
+
+
+def options(**given: float) -> argparse.Namespace:
+    return argparse.Namespace(**{"top_k": None, "top_p": None, "min_p": None, "min_new_tokens": None, **given})
+
+
+def test_a_limit_below_the_minimum_of_the_run_names_the_option_that_takes_it_out() -> None:
+    sampling = SamplingConfig(max_new_tokens=5, min_new_tokens=9)
+    with pytest.raises(ConfigError, match=r"the run's minimum length, 9 .is 5.: raise it, or add --min-new-tokens 0"):
+        truncation_of(options(), 0.0, sampling)
+    assert truncation_of(options(min_new_tokens=0), 0.0, sampling) == {"min_new_tokens": 0}
+    with pytest.raises(ConfigError, match=r"--min-new-tokens must be below --max-new-tokens, 5 .is 6."):
+        truncation_of(options(min_new_tokens=6), 0.0, sampling)

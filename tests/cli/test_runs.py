@@ -1,7 +1,5 @@
 """`covey runs`, `covey show` and `covey report` on run folders of all kinds and states."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

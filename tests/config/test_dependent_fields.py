@@ -1,7 +1,5 @@
 """Fields of a recipe that follow what the command line changes: every packaged recipe with every single change."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import Field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of other libraries get an answer, on the command line and in a recipe, in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data sets that are read from the hub, and models that are written to it, at a small hub on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a recipe names is the user's own code, or that of a package made for covey; `covey check` tells it first."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files below a folder: no links, no special files, bounded sizes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

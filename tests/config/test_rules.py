@@ -3,8 +3,6 @@
 A line of a table is a recipe, written as TOML with ; between its lines, and what its refusal must say, or `accepted`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

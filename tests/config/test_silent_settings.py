@@ -1,7 +1,5 @@
 """Settings that a run would not have used or survived are refused; lists from Python are as good as tuples."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path

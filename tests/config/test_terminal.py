@@ -1,7 +1,5 @@
 """On a terminal lines are broken between words and commands stay whole; elsewhere every line stays as it is."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

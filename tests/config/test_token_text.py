@@ -1,7 +1,5 @@
 """Tokens that can be sent, and texts that have one in some form."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """Action masks: forbidden actions are never taken, and neither in a probability, an entropy, a KL nor a gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

@@ -1,7 +1,5 @@
 """Branches: they leave from an exact copy of a state, any state is as likely, only the first action is compared."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

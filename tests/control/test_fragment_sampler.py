@@ -1,7 +1,5 @@
 """Fragments: every row of the batch is a piece of one episode, episodes go on over the ends of fragments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy with a GRU: its sequences in float64, its states in episodes, fragments and branches, and its recall."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

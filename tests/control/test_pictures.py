@@ -1,7 +1,5 @@
 """Pictures: convolutions by torch's own layers, stacked frames as Gymnasium's, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

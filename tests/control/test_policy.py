@@ -1,7 +1,5 @@
 """Actor and critic: acting and learning agree, both are the stated distributions, only decisions count."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from statistics import NormalDist

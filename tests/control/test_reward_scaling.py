@@ -1,7 +1,5 @@
 """The scale of rewards: what the running deviation is taken over, and what it does to rewards and scores."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The running moments are those of everything seen, however it was cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

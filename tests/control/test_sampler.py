@@ -1,7 +1,5 @@
 """Whole episodes: groups from one start, and rollouts that depend on nothing but what names them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Advantages: numbers by hand, identities, and the groups that break other implementations."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Covariance of log-probability and advantage, and the decisions chosen by it: numbers by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

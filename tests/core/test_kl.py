@@ -3,8 +3,6 @@
 Shape: V actions.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

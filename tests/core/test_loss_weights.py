@@ -1,7 +1,5 @@
 """How losses are averaged: weights by hand, what they add up to, and Dr.GRPO from GRPO."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

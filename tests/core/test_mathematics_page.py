@@ -1,7 +1,5 @@
 """docs/mathematics.md names functions and tests that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

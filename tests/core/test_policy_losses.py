@@ -1,7 +1,5 @@
 """Surrogates: numbers by hand, which bound takes the gradient away, identities at ratio 1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-ratios: numbers by hand, masking before clamping, finite gradients whatever stands at padding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

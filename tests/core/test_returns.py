@@ -1,7 +1,5 @@
 """Returns and GAE: numbers by hand, a plain loop, another library's numbers, and the identities of lambda 0 and 1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

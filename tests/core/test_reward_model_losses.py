@@ -1,7 +1,5 @@
 """Losses of reward models and the quality of scores: by hand, against other libraries' code, and as properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules: their values by hand, at the ends and across the warm-up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

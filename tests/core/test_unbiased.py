@@ -3,8 +3,6 @@
 G is the size of a group. On policy, and without a KL unless it says so.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """collate and Batch: padding is known by the mask alone, and selecting rows loses nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

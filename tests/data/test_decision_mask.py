@@ -1,7 +1,5 @@
 """Rollouts with actions that the policy did not decide: what collate makes of them, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

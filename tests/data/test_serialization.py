@@ -1,7 +1,5 @@
 """Rollouts that are sent to another rank arrive as they were, to the bit."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -6,8 +6,6 @@ before each `covey train`. The commands are those of the page but for what `SHOR
 arguments and constants in `SHORT_CALLS` and `SHORT_CONSTANTS`, so that minutes become seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

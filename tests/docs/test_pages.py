@@ -3,8 +3,6 @@
 `test_as_printed.py` runs it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -143,10 +141,21 @@ def pretend_reward_model(name: str | None) -> None:
         Path(name, "model.safetensors").write_bytes(b"")
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_link_leads_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, *ROOT.glob("docs/*/*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
 
 
 SYMBOL = re.compile(r"\[`(\w+)`\]\((?:\.\./)*(src/[\w/]+\.py)\)")

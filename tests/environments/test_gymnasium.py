@@ -1,7 +1,5 @@
 """The environment `gymnasium`, with environments of Gymnasium itself and of `helpers.text_envs`."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

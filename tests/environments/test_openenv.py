@@ -1,7 +1,5 @@
 """The client of OpenEnv servers, and faults of servers. `test_real_packages.py` has the package's own server."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """Adapters with the real packages openenv and verifiers. `make environments` runs these tests."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

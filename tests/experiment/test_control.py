@@ -1,7 +1,5 @@
 """Whole runs on environments: in Python and by the command, their evaluation, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Lengths of prompts of conversations count the descriptions of tools and the first observation."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import closing
@@ -22,6 +20,7 @@ from covey.config import (
     RewardConfig,
     RunConfig,
     SamplingConfig,
+    TeacherConfig,
 )
 from covey.config.conversation import with_conversation
 from covey.config.rules import validate_sft
@@ -165,6 +164,8 @@ def test_the_prompt_that_the_model_reads_is_shown_and_recorded(tmp_path: Path, m
     assert notes[0].startswith("the model reads the first held-out prompt as 6 tokens:")
     assert any(note.startswith(PAD + PAD) for note in notes)
     assert any("begin with '<pad>', and the tokenizer adds it" in note for note in notes)
+    taught = check(replace(config, teacher=TeacherConfig("policy", prompt="{answer}+{prompt}")))
+    assert [taught[i + 1] for i, note in enumerate(taught) if "reads the first" in note][1] == f"{PAD}3+{PAD}2+1="
     run(config)
     reader = RunReader(tmp_path / "run")
     groups, _ = reader.groups(1)

@@ -1,7 +1,5 @@
 """Adapters on frozen weights that the ranks divide (FSDP2): the bits of whole weights, on every rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

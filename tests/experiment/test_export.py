@@ -1,7 +1,5 @@
 """`covey export`: what transformers loads from the folder are the weights of the run."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

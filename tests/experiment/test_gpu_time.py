@@ -1,14 +1,12 @@
 """The estimate of a step's time on a GPU: its arithmetic by hand, and the command that prints it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from covey.cli.main import main
 from covey.config import ConfigError, LoRAConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
-from covey.experiment.gpu_time import CARDS, READING, Card, Work, decoding_step, find_card, step_seconds, update
+from covey.experiment.plan import CARDS, READING, Card, Work, decoding_step, find_card, step_seconds, update
 from covey.llm.memory.dimensions import read_dimensions
 from covey.llm.memory.estimate import adapter_parameters
 

@@ -1,7 +1,5 @@
 """Runs whose prompts have images: three steps, what is refused before a model loads, what covey check shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs with an adapter: checkpoints, folders, exports and further runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A run grades sampled groups while it samples others. The tests see the order of events, not their times."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections import Counter

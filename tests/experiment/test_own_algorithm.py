@@ -1,7 +1,5 @@
 """`covey.run(..., algorithm=...)`: an algorithm that the user composes, in both worlds, resumed, and with mistakes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several ranks end with the bits of one: weights, moments, metrics, rollouts and held-out answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

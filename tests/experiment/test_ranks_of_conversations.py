@@ -1,7 +1,5 @@
 """Ranks that train conversations or adapters end with the bits of one."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

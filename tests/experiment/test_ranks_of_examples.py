@@ -1,7 +1,5 @@
 """`covey sft` and `covey reward-model train` on several ranks have the bits of one: weights, metrics, evaluations."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`covey reward-model label`: pairs and grades from graded completions. Its steps: test_continuation_labels."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

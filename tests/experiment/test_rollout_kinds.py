@@ -1,7 +1,5 @@
 """Every combination of rollouts.kind, loss.credit and algorithm trains, or one line refuses it and names the fix."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

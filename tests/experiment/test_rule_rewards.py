@@ -1,7 +1,5 @@
 """Whole runs with the built-in rewards: every one of them, summed and normalised, and without a process left."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

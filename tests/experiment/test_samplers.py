@@ -1,7 +1,5 @@
 """Runs whose completions come from `covey serve` end with the bits of runs that sample by themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

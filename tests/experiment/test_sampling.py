@@ -1,7 +1,5 @@
 """`covey sample` with environments: conversations of a prompt, and graded ones of a held-out problem."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

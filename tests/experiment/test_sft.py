@@ -1,7 +1,5 @@
 """`covey sft`: a training from the command line, its folder, its resume after SIGKILL, its mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """How a run ends: stopped by a signal, by an observer, early by its score; and the checkpoint with the best score."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

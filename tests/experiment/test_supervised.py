@@ -16,9 +16,9 @@ import pytest
 
 from covey.cli.main import main
 from covey.runtime.checkpoint import CheckpointFolder
+from covey.tracking import trackers as observer
 from covey.tracking.diagnosis import diagnose
-from covey.tracking.trackers import observer
-from covey.tracking.trackers.adapters import Position, Row, TrackedRun
+from covey.tracking.trackers import Position, Row, TrackedRun
 from covey.watch.answers import Answers
 from covey.watch.library import Library
 from helpers.tiny_models import tiny_folder

@@ -1,7 +1,5 @@
 """Runs with a teacher: alone and beside rewards, and what is refused before weights are read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

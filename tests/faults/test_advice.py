@@ -1,7 +1,5 @@
 """What covey advises after a command is executed here, for every way to start a run and every way that it may end."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The commands from end to end, on a tiny model: what they leave behind, and what they say of a mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

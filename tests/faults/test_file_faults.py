@@ -5,8 +5,6 @@ A small library in C (`helpers/file_faults.c`) stands before libc in the process
 Python, of safetensors (Rust), of matplotlib and of transformers fail alike.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Commands in a stranger's folder, whose files have the names of Python's modules and of covey: none is imported."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

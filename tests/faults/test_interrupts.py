@@ -1,7 +1,5 @@
 """Ctrl-C at any moment, and a reader of the output that goes away."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

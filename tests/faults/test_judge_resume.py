@@ -1,7 +1,5 @@
 """A run with a judge that is killed and resumed asks nothing twice, and writes its token nowhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 folder that is taken away. One line with the way on, exit code 3.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

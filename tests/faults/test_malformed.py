@@ -3,8 +3,6 @@
 Each is a command in a fork of one process that has imported everything (`helpers.forks`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

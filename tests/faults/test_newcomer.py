@@ -1,7 +1,5 @@
 """The walk of a newcomer: 12 prompts and a reward function of their own, from `check` to `sample`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a script may hand to `covey.run`: its own prompts and rewards in every form, and mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

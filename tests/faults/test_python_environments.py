@@ -1,7 +1,5 @@
 """Environments that a script hands to `covey.run`: in every form, resumed, and mistakes in one line."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from dataclasses import replace

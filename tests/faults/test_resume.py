@@ -1,7 +1,5 @@
 """Runs of every kind, killed anywhere and resumed: the bits of an uninterrupted run; the lock holds until a kill."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Runs of conversations: an environment that is not repeatable is noticed, one that cannot be used refused."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoding steps as CUDA graphs: the logits of single launches, and models that no graph can hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Runs on a real GPU: the numbers of a CPU, the same bits twice, and the parts of a model that a GPU computes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The kernels for GPUs, compiled: torch's numbers, and completions that do not depend on graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ It needs Debian's qemu-user and g++-aarch64-linux-gnu, and no rights: Debian's p
 emulated processor has no bf16 instructions. The compiler runs on this machine's processor.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

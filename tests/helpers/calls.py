@@ -1,7 +1,5 @@
 """How many calls of functions something makes: a measure of its cost that other work cannot change."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

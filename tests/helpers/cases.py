@@ -1,7 +1,5 @@
 """Cases of parametrized tests by name: `make test` runs some of them, `make test-slow` all."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Chat templates in their public forms, and small tokenizers with their control tokens, made on the spot."""
 # ruff: noqa: E501 -- templates are as published
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

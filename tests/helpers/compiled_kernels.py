@@ -5,8 +5,6 @@
 Triton's compiler asks the driver only for the device that it compiles for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

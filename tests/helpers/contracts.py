@@ -1,7 +1,5 @@
 """What every implementation of a Protocol promises, as classes of tests; a test file subclasses one for its own."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of conversations, in the format of a run's files, with chosen texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

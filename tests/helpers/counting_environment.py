@@ -1,7 +1,5 @@
 """Environments whose observations say which episode and which step they belong to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

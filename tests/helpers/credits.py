@@ -1,7 +1,5 @@
 """Training steps with a reward for every decision: by covey's own path, and PPO straight from its formulas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev

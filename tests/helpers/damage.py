@@ -4,8 +4,6 @@ A generator takes the valid `Samples`, a `random.Random` and a count. More than 
 `PYTHONPATH=tests python -m helpers.damage --seed 7 --count 500`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Small language runs for the diagnosis: a tiny model, a task of one-digit sums, and rewards of single characters."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 PYTHONPATH=tests python -m helpers.diagnosis_pictures
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from dataclasses import replace

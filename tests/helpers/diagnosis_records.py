@@ -1,13 +1,11 @@
-"""Records of healthy and sick runs, which the tests of the diagnosis read, and the tables of docs/healthy.md.
+"""Records of healthy and sick runs, which the tests of the diagnosis read, and the tables of docs/reference/checks.md.
 
     PYTHONPATH=tests .venv/bin/python -m helpers.diagnosis_records runs/diagnosis
 
 trains the runs that the folder lacks (a file of JSON each; about half an hour on two cores), adds those of the
-embedded model (`helpers.healthy_runs.COMMANDS`) from run folders there that have their names, writes the records beside
-the tests (`HEALTHY_FILE`, `SICK_FILE`), and prints the tables.
+embedded model (`helpers.healthy_runs.COMMANDS`) from run folders there that have their names, and writes the records
+beside the tests (`HEALTHY_FILE`, `SICK_FILE`).
 """
-
-from __future__ import annotations
 
 import json
 import lzma
@@ -127,4 +125,3 @@ def runs_table() -> str:
 
 if __name__ == "__main__":
     record(Path(sys.argv[1]))
-    print("\n".join((checks_table(), alarms_table(), runs_table())))

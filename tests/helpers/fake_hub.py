@@ -1,7 +1,5 @@
 """As much of the model hub's HTTP as downloads and uploads need, over folders on this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

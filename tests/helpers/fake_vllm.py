@@ -8,8 +8,6 @@ enabled; a request for weights or completions while the server sleeps is an erro
 of the file EVENTS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """An environment that does in one step what it must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 `triton_kernels.check` compares the attention of Triton with torch's as it is here.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of given texts, for tests of rewards and of the grader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from covey.data import EndReason, Group, Rollout, Start

@@ -1,7 +1,5 @@
 """The gradient of a training step, by covey's own path and straight from the papers' formulas."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import fmean, pstdev

@@ -1,7 +1,5 @@
 """Environments of tests, in the style `step`."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import random

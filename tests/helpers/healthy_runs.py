@@ -1,7 +1,5 @@
 """Healthy runs, in which the diagnosis must find nothing: packaged recipes and tiny models that learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """covey as its users have it: the wheel, installed in a new environment outside the repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

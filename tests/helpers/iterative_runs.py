@@ -1,7 +1,5 @@
 """Iterative runs of tiny models: their recipes, with the models and the reward function that these name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from covey.config.sft import RewardModelKind

@@ -3,8 +3,6 @@
 A moment is a number of function calls after a step was recorded, so it is the same one every time.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A made-up run, as large as wanted, in the files of a real one."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

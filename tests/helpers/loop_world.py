@@ -1,7 +1,5 @@
 """A run of the loop on a table of action values: every part at once."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -3,8 +3,6 @@
 `malformed_tables` has those that were picked by hand, `damage` makes others at random from a seed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

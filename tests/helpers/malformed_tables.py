@@ -1,7 +1,5 @@
 """Tables of malformed inputs, picked by hand: recipes, patterns, data, paths and command lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

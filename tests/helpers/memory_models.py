@@ -1,7 +1,5 @@
 """Tiny models with their dimensions, and what autograd keeps of a batch: the measure of predicted memory."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -11,8 +11,6 @@ because imports take longer than most of the tests. Some tests wait, so one more
 processors.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

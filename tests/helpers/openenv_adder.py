@@ -1,7 +1,5 @@
 """The server of an OpenEnv environment with MCP tools, for `make environments`."""
 
-from __future__ import annotations
-
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment

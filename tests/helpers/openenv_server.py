@@ -1,7 +1,5 @@
 """A server with OpenEnv's routes whose environment is a counter. The seed of a reset chooses a fault."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

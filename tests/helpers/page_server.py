@@ -1,7 +1,5 @@
 """The server of `covey watch` in this process, behind a real socket, and requests to it byte by byte."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """README, the pages of docs/ and the examples, taken apart: the commands, programs and files that they print."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

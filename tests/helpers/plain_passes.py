@@ -1,7 +1,5 @@
 """What one ordinary forward pass over each whole sequence says of a batch: the oracle of all faster evaluations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

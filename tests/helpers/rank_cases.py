@@ -5,8 +5,6 @@ the environment variable KILLED_AT is "RANK:NUMBER", that rank kills itself at i
 it is "RANK:stepNUMBER", in that step of a training on examples.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

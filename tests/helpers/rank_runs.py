@@ -1,7 +1,5 @@
 """Runs on several ranks, and what they leave, compared with a run on one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Compares a model whose layers are recomputed with the model itself, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields
 

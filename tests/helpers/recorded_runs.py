@@ -1,7 +1,5 @@
 """Stand-ins for a training run, for the processes of a comparison to find by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

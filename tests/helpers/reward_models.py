@@ -1,7 +1,5 @@
 """Tiny random reward models, made on the spot."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

@@ -4,8 +4,6 @@
 the choice of that day, which the tests print.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

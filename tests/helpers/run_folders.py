@@ -1,7 +1,5 @@
 """Run folders without a training: their files are written in the format of the real ones, with chosen content."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

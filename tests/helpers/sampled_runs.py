@@ -1,7 +1,5 @@
 """Runs with and without samplers in other processes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

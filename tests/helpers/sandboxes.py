@@ -1,7 +1,5 @@
 """The sandboxes of this machine, for tests of programs that run in them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

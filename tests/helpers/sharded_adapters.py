@@ -4,8 +4,6 @@ As a program, `python sharded_adapters.py FOLDER KIND DTYPE` is one of several r
 rank-N.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """An adapter of tests: a shop with a tool, whose owner talks as well, and prompts of its own."""
 
-from __future__ import annotations
-
 from covey.llm.conversation.adapter import Adapter, Response, WrongEnvironment, function_schema
 
 PRICE = {

@@ -3,8 +3,6 @@
 Each is trained, not made up: a tiny model or CartPole with one setting or one reward that is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count

@@ -1,7 +1,5 @@
 """Records of steps that were not trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from covey.data import Group, RolloutCredit, StepRecord

@@ -3,8 +3,6 @@
 Shape legend: B rollouts, T decisions, V actions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

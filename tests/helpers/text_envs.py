@@ -1,7 +1,5 @@
 """Gymnasium environments of tests, whose spaces are text or nearly; importing this file registers them."""
 
-from __future__ import annotations
-
 import string
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A team of threads: the ranks of a test without processes. Meets `covey.data.Team`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tiny random language models of several architectures, and a tokenizer of single characters, made on the spot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Chat templates that write tool calls in further formats, as public models have them, reduced to what writes turns."""
 # ruff: noqa: E501 -- templates have long lines
 
-from __future__ import annotations
-
 import copy
 
 from covey.llm.model.chat import Chat

@@ -1,7 +1,5 @@
 """Small environments in which one knows what an agent should learn, and runs on them without files to look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -97,7 +97,7 @@ class HostileCompletions(Interrupt):
     """Every completion in the tables of trackers is long and hostile; the run goes on."""
 
     def prepare(self) -> None:
-        from covey.tracking.trackers import observer
+        from covey.tracking import trackers as observer
 
         record = observer.rollout_record
         observer.rollout_record = lambda *of, **more: record(*of, **more) | {"text": HOSTILE + "z" * 5000}

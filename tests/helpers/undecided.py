@@ -1,7 +1,5 @@
 """Rollouts whose decisions stand between actions that the policy did not decide, as around a tool's output."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One update of a policy, and of a critic if there is one, without the run around it."""
 
-from __future__ import annotations
-
 from covey.algorithms import Algorithm
 from covey.core import schedules
 from covey.data import Batch, Critic, Policy

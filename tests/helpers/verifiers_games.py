@@ -1,7 +1,5 @@
 """Environments of the package verifiers, by its documented classes, for `make environments`."""
 
-from __future__ import annotations
-
 import verifiers as vf
 from datasets import Dataset
 

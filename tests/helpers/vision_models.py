@@ -1,7 +1,5 @@
 """Tiny random vision-language models of several architectures with their processors, and pictures of one colour."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

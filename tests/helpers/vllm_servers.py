@@ -1,7 +1,5 @@
 """Real vLLM servers for the tests of `make scale`, and what is asked of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Real runs to look at, the server that shows them, and runs whose records were tampered with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

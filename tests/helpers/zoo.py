@@ -4,8 +4,6 @@ A family's own default config is shrunk by rules on the names of its fields, so 
 transformers is built as well. SPECIAL lists what the rules cannot know.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

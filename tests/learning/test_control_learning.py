@@ -1,7 +1,5 @@
 """Agents learn what their environment pays for, in seconds, and the opposite where the pay is negated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

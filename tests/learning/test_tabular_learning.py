@@ -1,7 +1,5 @@
 """A policy of twenty-four rows of logits learns what is rewarded, and unlearns it when the reward is negated."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny language model learns what a reward function of one's own pays for, and unlearns it when it is negated."""
 
-from __future__ import annotations
-
 import pytest
 
 from covey.config import (

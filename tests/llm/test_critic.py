@@ -1,7 +1,5 @@
 """The critic of a language model: its values, whom its loss moves, what it learns, and that it is kept."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

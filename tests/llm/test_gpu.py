@@ -1,7 +1,5 @@
 """The GPU's path: whole runs on a fake one, which mixes no devices and gives the numbers of a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Prompts with images: rows of data, tokens, and the same log-probabilities while sampling and in the update."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bugs that other implementations had with language models; tests/algorithms/test_known_bugs.py lists them all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A teacher beside the reward: its divergence against plain forward passes, its prompts, and whom it may teach."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from covey.data.serialization import for_learning, from_state, to_state
 from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.logprobs import row_tokens
 from covey.llm.policy import DivergenceToTeacher, LanguagePolicy
-from covey.llm.teacher import TeacherPrompts, check_tokens
+from covey.llm.teacher import TeacherPrompts, asked, check_tokens
 from covey.train.prepare import prepare_rows
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
@@ -205,9 +203,9 @@ def test_the_prompts_of_a_teacher(template: str, group: Group, read: list[str]) 
 
 
 def test_a_template_stands_in_a_paragraph_before_the_prompt() -> None:
-    prompts = TeacherPrompts("The answer is {answer}.", lambda prompt, observation: (), [])
-    assert prompts.asked("ab", {"answer": "2"}) == "The answer is 2.\n\nab"
-    assert prompts.asked(CHAT, {"answer": "2"}) == [{"role": "user", "content": "The answer is 2.\n\n1+1"}]
+    template = "The answer is {answer}."
+    assert asked(template, "ab", {"answer": "2"}) == "The answer is 2.\n\nab"
+    assert asked(template, CHAT, {"answer": "2"}) == [{"role": "user", "content": "The answer is 2.\n\n1+1"}]
 
 
 @pytest.mark.parametrize(

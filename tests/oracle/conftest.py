@@ -3,8 +3,6 @@
 Where TRL is not installed, as in covey's own environment, pytest collects nothing here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

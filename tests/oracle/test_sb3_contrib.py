@@ -1,7 +1,5 @@
 """covey's masked policies against sb3-contrib 2.9.2: MaskablePPO's distributions, on the same logits and masks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ and losses, over the same decisions cut into rollouts. Both gradients are then c
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial

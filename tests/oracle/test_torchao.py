@@ -1,7 +1,5 @@
 """Moments in 8 bits against torchao's quantization."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

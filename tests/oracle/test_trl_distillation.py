@@ -1,7 +1,5 @@
 """covey's divergence to a teacher against the loss of TRL's GKDTrainer: all logits of random decisions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -5,8 +5,6 @@ are counted (`every_row_counts`); `use_bias_correction_kl` is off but in the tes
 epsilon_high is 1 + clip_high in CISPO, which has no bound below (clip_low = 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

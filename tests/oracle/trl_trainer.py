@@ -5,8 +5,6 @@ log-probabilities, shuffling, cutting into microbatches, the loss and its normal
 model is replaced by a look into a table, and `rollout_func` (an argument of the trainer) hands it the completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

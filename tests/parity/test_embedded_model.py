@@ -1,7 +1,5 @@
 """The embedded SmolLM2-135M: the fast ways give its own numbers, and it loads from every kind of name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast ways of a language model against the plain one: the same numbers, from the model's own forward."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

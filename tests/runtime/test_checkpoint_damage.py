@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shutil
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_a_copy_under_another_name_is_no_checkpoint_of_that_step(folder):
 
 def test_another_version_is_named_with_both_versions_and_never_deleted(folder):
     write_manifest(folder, 2, manifest_of(folder, 2) | {"format": 7, "covey": "9.8.7"})
-    expected = re.escape("was written by covey 9.8.7 (format 7), and this is covey 0.1.0 (format 1): use that version")
+    ours = f"covey {version('covey')} (format 1)"
+    expected = re.escape(f"was written by covey 9.8.7 (format 7), and this is {ours}: use that version")
     for use in (folder.latest, lambda: folder.load(2), lambda: folder.tensors(2, "optimizer/masters")):
         with pytest.raises(OtherVersion, match=expected):
             use()

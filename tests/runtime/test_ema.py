@@ -1,7 +1,5 @@
 """Weights that follow others: a copy, a moving average, in any precision, and what a checkpoint needs of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

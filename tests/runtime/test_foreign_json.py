@@ -1,7 +1,5 @@
 """JSON of others: one line names the place and what is expected there."""
 
-from __future__ import annotations
-
 import random
 from typing import Annotated, Any
 

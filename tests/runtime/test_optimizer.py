@@ -1,4 +1,6 @@
-"""AdamW with fp32 masters: equal to torch's in fp32, exact over many small steps in bf16, and safe with NaN."""
+"""AdamW with fp32 masters: equal to torch's in fp32, exact over many small steps in bf16, safe with NaN, and
+independent of how a tensor is divided.
+"""
 
 import copy
 import gc
@@ -6,13 +8,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from covey.config import ConfigError
 from covey.data import Team
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.runtime.distributed import own_shards
-from covey.runtime.optimizer import MasterAdamW, norm_of, row_squares
+from covey.runtime.optimizer import AdamW, MasterAdamW, norm_of, row_squares
 from helpers.thread_team import on_ranks
 
 BETAS = (0.9, 0.95)
@@ -298,3 +300,41 @@ def test_the_same_on_a_gpu(tmp_path):
         loss_of(one, data(9).cuda()).backward()
         other.step(1e-2)
     assert_same(tensors_of(module, optimizer), tensors_of(resumed, again))
+
+
+SHAPES = [(33,), (84, 32), (7, 5), (577, 33), (1, 40)]
+
+
+def trained(weights: dict[str, Tensor], gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Weights and moments after some steps."""
+    adamw = AdamW(weights, (0.9, 0.999), dict.fromkeys(weights, 0.1))
+    for of_step in gradients:
+        for name, weight in weights.items():
+            weight.grad = of_step[name].clone()
+        adamw.step(1e-3)
+    moments = adamw.moments
+    return [weights, {n: m.exp_avg for n, m in moments.items()}, {n: m.exp_avg_sq for n, m in moments.items()}]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_adamw_of_parts_has_the_bits_of_the_whole(shape: tuple[int, ...], parts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(3)]
+
+    def divided(tensor: Tensor) -> dict[str, Tensor]:
+        return {str(number): part.clone() for number, part in enumerate(tensor.chunk(parts))}
+
+    expected = trained({"0": whole.clone()}, [{"0": one} for one in gradients])
+    found = trained(divided(whole), [divided(one) for one in gradients])
+    for one, several in zip(expected, found, strict=True):
+        assert torch.equal(one["0"], torch.cat(list(several.values())))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 7])
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 600), (3, 70_000), (513, 257), (70_000,)], ids=str)
+def test_the_squares_of_a_row_do_not_depend_on_the_other_rows(shape: tuple[int, ...], parts: int) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = [row_squares(part.clone(), whole.numel()) for part in whole.chunk(parts)]
+    assert torch.equal(torch.cat(found), row_squares(whole, whole.numel()))

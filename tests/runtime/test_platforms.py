@@ -1,7 +1,5 @@
 """Nothing that only Linux or glibc has is assumed; each test takes one such thing away."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import resource

@@ -1,7 +1,5 @@
 """Folders of covey's caches and settings, with a umask that forbids nothing, as many containers have it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AdamW's moments in 8 bits: the codes, their rounding, and training with them."""
 
-from __future__ import annotations
-
 import copy
 import io
 

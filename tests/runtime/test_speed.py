@@ -1,7 +1,5 @@
 """A guard on speed: ratios within one run, so that a slow machine does not matter."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

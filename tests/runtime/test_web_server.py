@@ -1,7 +1,5 @@
 """The limits that `covey serve` and `covey watch` share, over real sockets: hostile connections, bodies and headers."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """V12: vLLM and `covey serve` give a run the same answers, to good and to bad updates and requests."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What needs a trained model: SmolLM2-135M in fp32 and in bf16. All tests of a precision use one server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

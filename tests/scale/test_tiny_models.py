@@ -3,8 +3,6 @@
 A tiny server starts in less than a minute on a free core (`--enforce-eager`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@
 longer takes them breaks the runs that users have.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

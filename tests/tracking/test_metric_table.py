@@ -1,7 +1,5 @@
 """The columns of metrics.jsonl while a run writes it, resumes, or is made again."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -10,11 +10,6 @@ from covey.tracking import metrics
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_in_docs_is_current() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == metrics.markdown_page(), "run: python -m covey.tracking.metrics > docs/metrics.md"
-
-
 def test_every_metric_that_the_loop_names_is_defined() -> None:
     def names_in(package: str) -> set[str]:
         texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src" / "covey" / package).glob("*.py")]
@@ -53,9 +48,3 @@ def test_what_depends_on_the_clock_is_marked() -> None:
 def test_what_looks_dead_on_policy_is_called_healthy() -> None:
     for name in ("loss", "ratio/max", "clip/low", "clip/high"):
         assert "not a fault" in metrics.METRICS[name].healthy
-
-
-def test_every_row_has_four_cells() -> None:
-    rows = metrics.markdown_table().splitlines()
-    assert len(rows) == len(metrics.METRICS) + 2
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)

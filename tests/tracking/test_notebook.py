@@ -1,7 +1,5 @@
 """In a notebook a run is one output, drawn again in its place: IPython's own shell and publisher, and a real kernel."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """Pruning removes old checkpoints of finished runs, and nothing else, inside the run folder only."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps that a resumed run samples again are compared with their records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

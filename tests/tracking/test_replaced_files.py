@@ -1,7 +1,5 @@
 """Each file of a run folder is replaced by a pipe or by a link out of it: every command that reads it answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -18,7 +16,7 @@ from covey.experiment.advice import read_launch
 from covey.tracking.curve import read_iterations, run_figure
 from covey.tracking.run_folder import METRICS_FILE
 from covey.tracking.run_store import RunStore, digests, read_metrics
-from covey.tracking.trackers.observer import read_position
+from covey.tracking.trackers import read_position
 from helpers.run_folders import language_run
 
 DEADLINE_SECONDS = 120  # of a command that waits for the other end of a pipe

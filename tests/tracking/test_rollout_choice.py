@@ -1,7 +1,5 @@
 """Which rollouts are shown: the most informative group, the best and worst, and those that match filters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

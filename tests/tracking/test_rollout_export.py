@@ -1,7 +1,5 @@
 """Exported tables hold every rollout with readable values, in all formats, whatever the records contain."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

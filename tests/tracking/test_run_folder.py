@@ -1,7 +1,5 @@
 """Run folders: one process writes into one at a time, and nothing else that lies in a folder is ever replaced."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """The list of runs: state, steps, result, size and age of each, from the files of its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading of run folders: whole ones, old ones, damaged ones, and ones that are being written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of a run is read from its files and its lock, without disturbing the run."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Turns of recorded conversations: of a run's own records, and of damaged ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

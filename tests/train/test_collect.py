@@ -1,7 +1,5 @@
 """How the groups of a step come together: sizes, budgets, tries, what is dropped, and that all of it is counted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The critic and PPO: GAE in a batch, PPO's gradient from its formulas, what moves the critic, when an update ends."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

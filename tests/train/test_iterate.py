@@ -1,7 +1,5 @@
 """Iterative GRPO: the order of steps, trainings of the reward model and checkpoints; stop and resume."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

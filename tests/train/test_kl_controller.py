@@ -4,8 +4,6 @@ correct for a sampler which is not quite the policy.
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The loop: what it hands to whom, what it records, when it saves and when it gives up."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

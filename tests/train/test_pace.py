@@ -1,7 +1,5 @@
 """The time budget: places in schedules, the end, and their repetition after an interruption."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

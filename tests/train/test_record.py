@@ -1,7 +1,5 @@
 """What is recorded of a rollout: advantage, baseline and tokens, by hand, however its group was collected."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

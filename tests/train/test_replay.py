@@ -3,8 +3,6 @@
 Shapes: B rollouts, T decisions, O completions, P prompts.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,6 +1,6 @@
-"""Shards: the same bits for any number of ranks, and the gradient of one shard up to rounding."""
-
-from __future__ import annotations
+"""Shards: the same bits for any number of ranks, gradients added in one order, and the gradient of one shard up to
+rounding.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +14,7 @@ from covey.algorithms import Algorithm, HighCovariance, KLInLoss, KLInReward, KL
 from covey.config import RunError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
-from covey.runtime.distributed import own_shards, share
+from covey.runtime.distributed import GradientTree, own_shards, share
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import GroupSource
 from covey.train.gather import fill_rows, gather_groups, shard_rows
@@ -197,3 +197,34 @@ def test_ranks_that_drew_other_starts_are_named() -> None:
         return str(error.value)
 
     assert all("rank 2 has drawn other prompts than rank 0 in step 7" in one for one in on_ranks(4, 4, gathered))
+
+
+def tree_sum(values: list[torch.Tensor]) -> torch.Tensor:
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_gradients_are_added_in_the_order_of_a_binary_tree(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    shards = [torch.randn(1000, generator=generator) * 10.0 ** (i % 5) for i in range(count)]
+    tree = GradientTree()
+    for shard in shards:
+        gradient = shard.clone()
+        tree.add([gradient])
+        gradient.fill_(float("nan"))  # an optimizer reuses the memory
+    (total,) = tree.total()
+    assert torch.equal(total, tree_sum(shards))
+    if count >= 4:
+        assert not torch.equal(total, sum(shards)), "another order gives other bits"
+    tree.add([shards[0]])
+    assert torch.equal(tree.total()[0], shards[0]), "the tree is empty again"
+
+
+def test_one_rank_is_the_identity() -> None:
+    team, tensor = Team(4), torch.ones(3)
+    team.sum([tensor])
+    assert tensor.tolist() == [1.0] * 3
+    assert team.exchange(b"message") == [b"message"]
+    assert (team.rank, team.size, team.shards) == (0, 1, 4)

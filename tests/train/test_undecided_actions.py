@@ -1,7 +1,5 @@
 """Actions that the policy did not decide change no number of a training step, wherever they stand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """How a training step is cut and laid out does not change its gradient, and that gradient is the papers'."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

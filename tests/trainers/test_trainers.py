@@ -1,7 +1,5 @@
 """The trainers for readers of articles: what they sample, pay and learn; the page that shows them, and the sweep."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The middleware that asks every request to vLLM for the access token."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

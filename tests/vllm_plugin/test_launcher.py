@@ -3,8 +3,6 @@
 vLLM itself is started by the tests of `make scale`. Here a script is the interpreter of its environment.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

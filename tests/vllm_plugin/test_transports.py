@@ -1,7 +1,5 @@
 """Weights are verified whole before vLLM's model is touched: files and process groups, names, shapes, numbers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A browser and trained runs, once for all tests of the page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The API over a real socket: a run of today's code, one with the keys of an older one, and runs that change."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The command `covey watch`: what it shows, which port it takes, and how it ends."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Curves with a bounded number of points."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forged requests to the real server, over real sockets."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The index of rollouts: built in parts, kept up to date, damaged, deleted, and searched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

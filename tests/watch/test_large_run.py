@@ -6,8 +6,6 @@ prints the figures. The limits are compared with the processor's time of the ser
 of the machine; on an idle one the two are about equal.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

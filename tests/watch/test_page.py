@@ -1,7 +1,5 @@
 """The page of `covey watch` in a real browser, on runs that were really trained and on one that is in progress."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Model output is text on the page and nothing else. The page can be used by keyboard, on a phone, with a reader."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

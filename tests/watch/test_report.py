@@ -1,7 +1,5 @@
 """The report, the page of `covey watch` in one file: what it has, how large it is, and that it is safe."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Files of a run folder that are none: no answer of `covey watch` waits for them, reads them, or fails unexpectedly."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The files of the page: vendored ones are unchanged, nothing comes from elsewhere, no script or style is inline."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from html.parser import HTMLParser

@@ -3,8 +3,6 @@
 Shapes: B rollouts, T decisions, V actions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -13,8 +13,6 @@ A run whose coefficient is always 0 has no reference, and logs no KL to it.
 Shapes: B rollouts, T decisions, V actions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 To add an algorithm, write a function of the same form with its source in the docstring.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`covey completion`, and the words for a shell's completion with Tab: commands, options, recipes, fields, choices."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

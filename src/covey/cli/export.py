@@ -1,7 +1,5 @@
 """The command `covey export`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

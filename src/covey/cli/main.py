@@ -4,8 +4,6 @@ Each command parses its arguments, calls one function and prints the result. Hea
 commands, so that a mistake is reported before torch is loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """The command `covey plan`: its options, and the report for one process; covey-cluster plans ranks and clusters."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from typing import Any

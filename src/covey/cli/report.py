@@ -1,7 +1,5 @@
 """The commands `covey report`, `covey diagnose` and `covey watch`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import suppress

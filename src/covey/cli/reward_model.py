@@ -1,7 +1,5 @@
 """The command `covey reward-model`: train, eval, label."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from pathlib import Path

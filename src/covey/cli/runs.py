@@ -1,7 +1,5 @@
 """The command `covey runs` and its actions `prune` and `export`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The command `covey sample`: answers or conversations of a model, without training."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`covey serve`: its options, and the command."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 

@@ -1,7 +1,5 @@
 """The command `covey sft`."""
 
-from __future__ import annotations
-
 import argparse
 
 from covey.cli.options import RECIPE, Command, Parser, field_line, field_options, option

@@ -1,7 +1,5 @@
 """The commands `covey train`, `iterate`, `check`, `compare` and `recipes`."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

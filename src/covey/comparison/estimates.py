@@ -7,8 +7,6 @@ arXiv 2108.13264 (interquartile mean, bootstrap, probability of improvement). It
 gave the numbers that tests/comparison/test_estimates.py compares these functions with.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reports of a comparison as JSON, as Markdown and on the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field

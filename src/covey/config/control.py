@@ -1,7 +1,5 @@
 """Config of a run on a Gymnasium environment."""
 
-from __future__ import annotations
-
 from covey.config.common import (
     ALGORITHM_NAMES,
     BY_GROUP,
@@ -23,7 +21,7 @@ class EnvironmentConfig(Table):
         "auto",
         "how copies of the environment step: one after the other in this process (sync), or each in its own process "
         "(async); auto is all in one process of their own, sync for branches and for Gymnasium's own environments, and "
-        "for CartPole-v1 all copies at once in NumPy",
+        "for CartPole-v1 and Acrobot-v1 all copies at once in NumPy",
         choices=("auto", "sync", "async"),
         advanced=True,
     )

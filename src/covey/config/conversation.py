@@ -1,7 +1,5 @@
 """The [conversation] table of a recipe."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Checks of single values: type, choices and limits of their config field."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

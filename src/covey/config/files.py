@@ -5,8 +5,6 @@ The user's files: valid paths, plain files of bounded size, UTF-8, and TOML and 
 folder for a reader that must not leave it (`open_below`): no links, plain files only.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

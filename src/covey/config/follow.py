@@ -6,8 +6,6 @@ set are adjusted, so that a recipe works with every single change that is possib
 those that would contradict the new values (`covey.config.rules.faults`) as the contradiction says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run reads and runs: its data, functions, judge prompts, reward models, teacher and adapters."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Config of a run on a language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

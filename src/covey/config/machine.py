@@ -1,7 +1,5 @@
 """Processors, memory and ranks of the machine, how its threads wait, and what exceeds them, without importing torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

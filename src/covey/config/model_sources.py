@@ -4,8 +4,6 @@ name on the model hub. Every command and every trainer calls `locate_model`.
 The [lora] table, and adapters in peft's format: where they are, and their configs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

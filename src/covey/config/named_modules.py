@@ -5,8 +5,6 @@ would start a program. A recipe names the user's own files, and installed packag
 they are named: covey, gymnasium or verifiers.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

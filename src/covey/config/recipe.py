@@ -1,7 +1,5 @@
 """Reads recipes, TOML and command-line overrides, to a RunConfig or a ControlConfig, and writes configs as TOML."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json

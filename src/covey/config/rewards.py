@@ -1,7 +1,5 @@
 """The table of built-in rewards, and a [[rewards]] table of a recipe with its checks."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ A rule of one table is in its class (`Table.faults`, `Table.check`). `covey.conf
 the command line causes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
@@ -513,7 +511,7 @@ def unpaid_credit(config: RunConfig) -> str:
 
 
 def _iteration(config: RunConfig, *, own_rewards: bool) -> Iterator[Fault]:
-    """Iterative GRPO. `covey.experiment.iteration` checks rewards that a script gives."""
+    """Iterative GRPO. `covey.experiment.llm` checks rewards that a script gives."""
     steps = config.iteration.steps
     if not steps:
         return

@@ -1,7 +1,5 @@
 """Servers: the [sampler] table, the options of `covey serve`, addresses, and access tokens."""
 
-from __future__ import annotations
-
 import html
 import ipaddress
 import os

@@ -2,8 +2,6 @@
 name.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The [task] tables of a recipe for a language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec

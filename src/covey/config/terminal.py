@@ -1,7 +1,5 @@
 """Wraps lines to the terminal's width, between words, without breaking commands; other output is not wrapped."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -3,8 +3,6 @@
 Shape legend: N slots, S starts, G branches from one state, D numbers in an observation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ episode, so no mask of episode ends is needed within it.
 Shape legend: B rollouts, T decisions, N observations, D numbers in an observation, H numbers in the state, O outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ choose from (all choices together for MultiDiscrete), A numbers in an action, W 
 V for the action mask if there is one, and H for the state of the memory if there is one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Shape legend: N slots, T steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Shape legend: N slots (environments stepped together), T steps, D numbers in an observation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

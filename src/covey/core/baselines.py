@@ -4,8 +4,6 @@ Shapes: B rollouts. `group_B` numbers the groups from 0. `valid_B` is False if g
 advantage 0 and does not count in its group.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

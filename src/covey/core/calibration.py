@@ -3,8 +3,6 @@
 Shapes: N scored items, K bins of a reliability diagram.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

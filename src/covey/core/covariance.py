@@ -7,8 +7,6 @@ section 3): probable actions with a high advantage lower the entropy, improbable
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Shapes: B rollouts, T decisions, V actions. With x = reference(o) / pi(o) and o 
 k2 is not, but its gradient's expectation is that of the KL. Source: J. Schulman, 'Approximating KL divergence' (2020).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ decisions of the step and from global counts, so a division of the step into min
 change their sum. Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The dtype of long sums on a device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ arXiv 2506.09016, theorem 3.1).
 Shapes: C candidates.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -4,8 +4,6 @@ Shapes: B rollouts, T decisions. The ratios to the old policy are returned as lo
 them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shapes: B rollouts, T decisions. A row never crosses the end of an episode: ever
 number, `bootstrap_value_B`. Undecided columns are skipped: t + 1 is the next decision.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

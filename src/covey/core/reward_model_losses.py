@@ -3,8 +3,6 @@
 Shapes: N pairs, completions or steps.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Schedules: functions of the training step, which counts from 1; and controllers of the KL and of the entropy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -18,9 +18,19 @@ from covey.data.protocols import (
     Team,
     TrainingExample,
 )
-from covey.data.records import PromptTable, RolloutCredit, StepRecord, TokenTable
 from covey.data.serialization import decode_groups, encode_groups
-from covey.data.types import Batch, EndReason, Group, PolicyOutput, Rollout, Start
+from covey.data.types import (
+    Batch,
+    EndReason,
+    Group,
+    PolicyOutput,
+    PromptTable,
+    Rollout,
+    RolloutCredit,
+    Start,
+    StepRecord,
+    TokenTable,
+)
 
 __all__ = [
     "Batch",

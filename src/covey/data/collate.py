@@ -1,7 +1,5 @@
 """Collation: groups of rollouts -> one padded batch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

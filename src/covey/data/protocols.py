@@ -1,15 +1,12 @@
 """Protocols of the components that the training loop uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from covey.data.records import StepRecord
-from covey.data.types import Batch, Group, PolicyOutput, Start
+from covey.data.types import Batch, Group, PolicyOutput, Start, StepRecord
 
 
 class Team:

@@ -4,8 +4,6 @@ A message is one line of JSON and then arrays: int64 tokens and float64 log-prob
 other. JSON keeps every float64 exactly, NaN and infinity included.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -1,11 +1,11 @@
-"""The data types: Start, Rollout, Group, Batch and PolicyOutput.
+"""The data types: Start, Rollout, Group, Batch, PolicyOutput, and the record of a finished step, which observers get.
 
 Shapes: B rollouts (rows), T actions (columns), V possible actions, A components of an action vector, R rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -226,3 +226,55 @@ class PolicyOutput:
         """The log-probabilities that are not None, by field name."""
         given = {"logprobs_BT": self.logprobs_BT, "all_logprobs_BTV": self.all_logprobs_BTV}
         return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The tokens of a completion, as lists of equal length. None at tokens that the policy did not decide.
+
+    Numbers are rounded to six decimals.
+    """
+
+    ids: list[int]
+    texts: list[str]  # joined, they are the completion with its special tokens
+    logprobs: list[float | None]  # of the policy that sampled, in nats
+    reference_logprobs: list[float | None] | None  # None: the reference did not evaluate this rollout
+    advantages: list[float | None]
+    updated_logprobs: list[float | None] | None  # of the policy after the update of the step; None: not evaluated
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """The prompt as the model read it."""
+
+    text: str  # with the special tokens
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class RolloutCredit:
+    """What a step computed from the reward of a rollout, and what is recorded with it.
+
+    >>> RolloutCredit(advantage=1.73, baseline=0.25)  # reward 1 in a group of four with the mean 0.25
+    """
+
+    advantage: float | None  # mean over the decisions; None: grading failed, or the group was dropped
+    baseline: float | None  # mean reward of the group's graded rollouts, of a critic its mean value; None: unknown
+    tokens: TokenTable | None = None
+    prompt: PromptTable | None = None  # None: that of the rollout before it in the group, or no language model
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step. Observers read it and change nothing."""
+
+    step: int  # counts from 1
+    metrics: dict[str, float]
+    groups: Sequence[Group]  # all that were drawn, also dropped ones
+    credits: Sequence[Sequence[RolloutCredit]]  # of the rollouts of each group
+
+    def rollouts(self) -> Iterator[tuple[Group, Rollout, RolloutCredit]]:
+        """Every rollout with its group and its credit."""
+        for group, credits in zip(self.groups, self.credits, strict=True):
+            for rollout, credit in zip(group.rollouts, credits, strict=True):
+                yield group, rollout, credit

@@ -1,7 +1,5 @@
 """The algorithm of a run, from its config or of the user's own (`covey.run(..., algorithm=...)`), and its learners."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import traceback

@@ -1,7 +1,5 @@
 """Builds the components of a run on an environment from its config, and evaluates its agent."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -1,7 +1,6 @@
 """Evaluates a language model by greedy answers to held-out problems."""
 
-from __future__ import annotations
-
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from covey.llm.model.files import cached_folder
 from covey.llm.model.loading import find_chat, resolve_checkpoint
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.device import build_machine
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import ALONE, exchange_json
 from covey.tracking.console import Display
 from covey.tracking.run_folder import checkpoint_steps, last_step
 from covey.tracking.run_store import RunStore, answer_record, rollout_record
@@ -35,10 +34,17 @@ from covey.tracking.wording import SCORE_KINDS, ScoreKind
 from covey.train.gather import lost_together
 
 PIECE = 128  # problems per call of the sampler
+SHARE = 8  # an evaluation takes at most this part of a time budget, if it can
 
 
 class HeldOut:
-    """Greedy answers to the held-out problems, at one or more token limits."""
+    """Greedy answers to the held-out problems, at one or more token limits.
+
+    Args:
+        seconds: of an evaluation. If the first piece of the first evaluation shows that all problems would take longer,
+            all evaluations have only as many pieces as fit, at least one.
+        measured: the first evaluation of a resumed run, whose problems are those of the others.
+    """
 
     def __init__(
         self,
@@ -50,15 +56,22 @@ class HeldOut:
         store: RunStore,
         team: Team,
         weights: SamplerWeights,
+        seconds: float = math.inf,
+        measured: Sequence[Evaluation] = (),
     ) -> None:
         self.every = config.every
         # The token limit of training is first, because the curve and the advice refer to it.
         self.limits = list(dict.fromkeys([sampler.max_new_tokens, *config.token_limits]))
-        self.starts, self.grader, self.sampler, self.display, self.store = starts, grader, sampler, display, store
+        self.starts, self.seconds = starts, seconds
+        self.grader, self.sampler, self.display, self.store = grader, sampler, display, store
         self.team, self.weights = team, weights
         self._latest: dict[int, Evaluation] = {}  # by token limit, for the version of the weights below
         self._answers: dict[int, list[Group]] = {}  # by token limit too
         self._version = sampler.version
+        if seconds < math.inf:
+            counts = [one["count"] + one.get("unscored", 0) for one in measured[:1]]
+            for count in exchange_json(team, counts)[0]:
+                self.starts, self.seconds = starts[:count], math.inf
 
     def measure(self, label: str) -> list[Evaluation]:
         """One result per token limit: the score, its 95 % interval, mean length, seconds."""
@@ -92,14 +105,27 @@ class HeldOut:
                 self.display.show_answer(group)
 
             sampler = greedy(self.sampler, max(limits), sampled)
-            for piece in answers(sampler, self.starts, 1, self.team):
-                for limit in limits:
-                    graded[limit] += self.grader.grade(sampler.truncated(piece, limit))
+            first = PIECE * self.team.size  # a piece of each rank
+            for part in (slice(first), slice(first, None)):
+                for piece in answers(sampler, self.starts[part], 1, self.team):
+                    for limit in limits:
+                        graded[limit] += self.grader.grade(sampler.truncated(piece, limit))
+                self._fit(first, time.perf_counter() - began)
         graded = {limit: self._gathered(groups) for limit, groups in graded.items()}
         seconds = (time.perf_counter() - began) / len(limits)
         for limit, groups in graded.items():
             self._answers[limit] = groups
             self._latest[limit] = self._result(limit, groups) | {"seconds": seconds}
+
+    def _fit(self, first: int, seconds: float) -> None:
+        """Leave out the problems that have no time, once; every rank calls it. `first` problems took `seconds`."""
+        if math.isinf(self.seconds):
+            return
+        fitting: int = first * max(1, exchange_json(self.team, int(self.seconds / seconds))[0])
+        self.seconds = math.inf
+        if fitting < len(self.starts):
+            self.starts = self.starts[:fitting]
+            self.display.note(f"the time budget allows evaluations of {fitting:,} held-out problems on this machine")
 
     def _gathered(self, groups: list[Group]) -> list[Group]:
         """The answers of all ranks, in the order of the problems."""

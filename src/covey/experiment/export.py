@@ -1,7 +1,5 @@
 """Writes a trained policy as an ordinary transformers folder, and as a GGUF file: `covey export`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,10 +1,8 @@
 """Builds the components of a run on a language model from its config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +21,13 @@ from covey.config import ConfigError, RunConfig
 from covey.config.common import NOT_BY_GROUP, importance_cap
 from covey.config.fields import plural
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER, REWARD_MODEL_FOLDER
+from covey.config.rules import VERIFIER
+from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.core import kl
 from covey.core.schedules import restarted
-from covey.data import ReferenceUpdater, RewardModelUpdater, Team
+from covey.data import Group, ReferenceUpdater, RewardModelUpdater, Start, Team
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
-from covey.experiment.evaluation import HeldOut
-from covey.experiment.iteration import build_iterated_reward_model
+from covey.experiment.evaluation import SHARE, HeldOut
 from covey.experiment.job import Experiment, ExperimentBuilder, Reward, build_checkpoints
 from covey.experiment.models import (
     LoadedPolicy,
@@ -43,14 +42,20 @@ from covey.experiment.models import (
 )
 from covey.experiment.plan import sampling_room, with_vllm_memory
 from covey.experiment.problem import WITH_IMAGES, Problem, build_problem, build_rollout_kind
+from covey.experiment.resuming import read_origin
+from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.critic import LanguageCritic
-from covey.llm.grader import CALL_FILE, RunGrader
+from covey.llm.grader import CALL_FILE, RewardGrader, RunGrader
 from covey.llm.model.architecture import position_limit
 from covey.llm.model.chat import Chat, TokenTexts
 from covey.llm.model.loading import find_chat, resolve_checkpoint, save_architecture
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.generator import build_generator, describe_sampler
-from covey.llm.reward_models.iteration import IteratedRewardModel
+from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepLabeller, StepSource
+from covey.llm.reward_models.iteration import IteratedRewardModel, Record
+from covey.llm.reward_models.model import RewardModel
+from covey.llm.reward_models.reward import ModelReward
+from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks.prompt_limit import Note
@@ -59,8 +64,8 @@ from covey.runtime.device import build_machine, environment, idle_gpus_note
 from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
 from covey.runtime.ema import EMAWeights
 from covey.tracking.console import Display
-from covey.tracking.run_folder import ROLLOUTS_FOLDER, write_folders
-from covey.tracking.run_store import RunStore
+from covey.tracking.run_folder import ITERATIONS_FILE, ROLLOUTS_FOLDER, write_folders
+from covey.tracking.run_store import RunStore, write_records
 from covey.train.collect import (
     AdaptiveGroups,
     Collector,
@@ -197,9 +202,10 @@ class LLMBuilder(ExperimentBuilder):
         self._open.callback(loaded.sampler.generator.close)
         kl_coefficient = build_kl_coefficient(algorithm.kl, config.loss)
         iterated = _iterated(config, problem, loaded, store, display)
+        origin = read_origin(store.run_dir)[0]
         held_out = HeldOut(
             config.evaluation, problem.held_out, problem.grader, loaded.sampler, display, store, self.team,
-            sampler_weights,
+            sampler_weights, config.budget_seconds / SHARE, origin["before"] if origin else (),
         )  # fmt: skip
         learners = build_learners(
             config, algorithm, policy, kl_coefficient, models.trained, models.critics,
@@ -382,3 +388,134 @@ def build_collector(config: RunConfig, sampler: LanguageSampler, models: Models)
         prompts = TeacherPrompts(config.teacher.prompt, sampler.context_of, readers)
         collector = WithTeacher(collector, prompts.contexts)
     return collector if sampling.final_group_size is None else LogGroupSizes(collector)
+
+
+BOUNDARY = "line"  # end of a step for a process model without per_step
+MEASURING = 1 << 31  # added to an iteration for the random numbers of its evaluation, which no training step has
+
+
+def build_iterated_reward_model(
+    config: RunConfig,
+    grader: RewardGrader,
+    sampler: LanguageSampler,
+    positions: int | None,
+    held_out: Sequence[Start],
+    store: RunStore,
+    display: Display,
+) -> IteratedRewardModel:
+    """The training of the reward model among the run's rewards, with the reward that evaluations average as verifier.
+
+    Args:
+        sampler: samples from the run's policy.
+        positions: longest sequence of the policy's model; None: any.
+        held_out: problems on which the reward model is measured.
+
+    Raises:
+        ConfigError: if the rewards have not exactly one reward model and a verifier.
+    """
+    models = [reward for reward in grader.rewards if isinstance(reward.caller, ModelReward)]
+    if len(models) != 1:
+        raise ConfigError(
+            f"an iterative run trains one reward model, and its rewards have {len(models)}: give one "
+            "RewardConfig(model=...)"
+        )
+    if grader.score_kind != "accuracy":
+        raise ConfigError(
+            "an iterative run labels completions with a verifier, the reward with score = true, which must be always 1 "
+            f"or 0: add {VERIFIER}"
+        )
+    (proxy,) = models
+    runner = proxy.caller
+    assert isinstance(runner, ModelReward)
+    if runner.loaded().kind is RewardModelKind.PROCESS:
+        source: ExampleSource = _step_source(config, grader, sampler, positions)
+    elif config.iteration.data == "pairs":
+        source = PairSource(config.seed, config.iteration.examples_per_group)
+    else:
+        source = GradeSource(config.seed, config.iteration.examples_per_group)
+
+    def sample(iteration: int) -> list[Group]:
+        with display.progress(f"completions of {plural(len(held_out), 'held-out problem')}", 1) as advance:
+            groups = grader.grade(sampler.sample(held_out, config.sampling.group_size, MEASURING + iteration))
+            advance(1)
+        return groups
+
+    training = _training_config(config, runner)
+    return IteratedRewardModel(
+        config.iteration,
+        training,
+        source,
+        proxy,
+        _each_time_but_first(runner),
+        lambda model: build_reward_trainer(model, training, source.objective),
+        sample,
+        IterationMonitor(store, display),
+    )
+
+
+class IterationMonitor:
+    """Shows trainings of the reward model on the display, and writes `iterations.jsonl`."""
+
+    def __init__(self, store: RunStore, display: Display) -> None:
+        self._store, self._display = store, display
+
+    def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        return self._display.progress(label, total)
+
+    def record(self, records: Sequence[Record], *, restored: bool = False) -> None:
+        write_records(self._store.run_dir / ITERATIONS_FILE, records)
+        if not restored:
+            self._display.note(describe(records[-1]))
+
+
+def describe(record: Record) -> str:
+    """An iteration in one line."""
+    parts = [f"iteration {record['iteration']}: reward model not trained"]
+    if record["optimizer_steps"]:
+        replayed = f" ({record['replayed']:,} replayed)" if record["replayed"] else ""
+        parts = [f"iteration {record['iteration']}: reward model on {plural(record['examples'], 'example')}{replayed}"]
+    for name, words in (
+        ("accuracy", "accuracy"), ("auc", "AUC"), ("calibration_error", "calibration error"),
+        ("rank_agreement", "rank agreement"), ("proxy_reward", "proxy reward"),
+    ):  # fmt: skip
+        before, after = record["before"].get(name), record["after"].get(name)
+        if before is not None and after is not None:
+            parts.append(
+                f"{words} {before:.3f} to {after:.3f}" if record["optimizer_steps"] else f"{words} {before:.3f}"
+            )
+    parts += [f"true reward {record['true_reward']:.3f}"] if "true_reward" in record else []
+    return ", ".join(parts)
+
+
+def _each_time_but_first(runner: ModelReward) -> Callable[[], RewardModel]:
+    """Loads the model of the recipe; the first call returns the one that is loaded already."""
+    calls = iter([runner.loaded])
+    return lambda: next(calls, runner.reload)()
+
+
+def _training_config(config: RunConfig, runner: ModelReward) -> RewardModelConfig:
+    iteration = config.iteration
+    return RewardModelConfig(
+        model=runner.config.model,
+        batch_size=iteration.reward_model_batch_size,
+        learning_rate=iteration.reward_model_learning_rate,
+        schedule="constant",
+        microbatch_tokens=config.update.microbatch_tokens,
+        seed=config.seed,
+    )
+
+
+def _step_source(
+    config: RunConfig, grader: RewardGrader, sampler: LanguageSampler, positions: int | None
+) -> StepSource:
+    """Labels steps with the run's verifier, which shares its processes with the run's grader."""
+    splitter = grader.splitter or StepSplitter(BOUNDARY)
+    splitter.chat = sampler.chat
+    verifier = RewardGrader([_verifier(grader)])
+    labeller = StepLabeller(sampler, splitter, verifier, config.iteration.continuations, positions)
+    return StepSource(labeller, config.iteration.examples_per_group, config.iteration.estimate)
+
+
+def _verifier(grader: RewardGrader) -> WeightedReward:
+    (scored,) = [reward for reward in grader.rewards if reward.name == grader.score_name]
+    return replace(scored, weight=1.0, score=True)

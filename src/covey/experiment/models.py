@@ -14,8 +14,6 @@ reference, or another model, which is frozen. The reference has a copy of the ad
 an adapter, or refreshes its reference.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor

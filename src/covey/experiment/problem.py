@@ -28,7 +28,7 @@ from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import EnvironmentRows, PromptDataset, Prompts, build_task, task_of
 from covey.llm.tasks.prompt_limit import FittingTask, Note, PromptLimit, refuse_first_starts
-from covey.llm.teacher import TeacherPrompts
+from covey.llm.teacher import OF_GROUP, TeacherPrompts, asked
 from covey.runtime.worker.process import CallError
 from covey.runtime.worker.sessions import Session
 
@@ -275,21 +275,26 @@ class Problem:
 
     def prompt_as_read(self) -> list[str]:
         """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
-        first observation of the environment that was tried; [] if the model's tokenizer is not on this machine.
+        first observation of the environment that was tried; also as a teacher with a prompt of its own does. [] if the
+        model's tokenizer is not on this machine.
         """
         found = find_chat(self.config.model)
         if found is None:
             return []
         chat, model_config = found[0].with_config(self.config.chat), found[1]
         limit = self.kind.prompt_limit(chat, model_config, self.config.rollout_limit, drop=True)
-        ids = (limit.encode or chat.encode)(self.held_out[0].prompt)
-        text = str(chat.tokenizer.decode(list(ids)))
-        text = _REPEATED.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
-        pictures = getattr(self.held_out[0].prompt, "pictures", ())
-        sizes = ", ".join("{} x {}".format(*picture.open().size) for picture in pictures)
-        images = f", with {plural(len(pictures), 'image')} ({sizes} pixels)" if pictures else ""
-        read = f"the model reads the first held-out prompt as {plural(len(ids), 'token')}{images}:"
-        return [read, *printable(text).split("\n"), ""]
+        first, template = self.held_out[0], self.config.teacher.prompt
+        readers: dict[str, Any] = {"the model": first.prompt}
+        if template:
+            found_later = {name: f"{{{name}}}" for name in OF_GROUP}
+            readers["the teacher"] = asked(template, first.prompt, found_later | dict(first.columns))
+        shown = []
+        for reader, prompt in readers.items():
+            ids = (limit.encode or chat.encode)(prompt)
+            text = _REPEATED.sub(_counted, str(chat.tokenizer.decode(list(ids))))
+            read = f"{reader} reads the first held-out prompt as {plural(len(ids), 'token')}{_images_of(prompt)}:"
+            shown += [read, *printable(text).split("\n"), ""]
+        return shown
 
     def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
         """The problem without prompts that are too long for the model.
@@ -404,6 +409,18 @@ def build_problem(
         grader.close()
         raise
     return problem
+
+
+def _counted(run: re.Match[str]) -> str:
+    """Repeated placeholders as one and their number."""
+    return f"{run[1]} x {len(run[0]) // len(run[1])} "
+
+
+def _images_of(prompt: Any) -> str:
+    """The images of a prompt with their sizes; "" if it has none."""
+    pictures = prompt.pictures if isinstance(prompt, ImagePrompt) else ()
+    sizes = ", ".join("{} x {}".format(*picture.open().size) for picture in pictures)
+    return f", with {plural(len(pictures), 'image')} ({sizes} pixels)" if pictures else ""
 
 
 def _images_fault(config: RunConfig) -> str:

@@ -1,7 +1,5 @@
 """Resumes runs from their config, the record of their beginning, and their checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -48,12 +46,13 @@ def read_beginning(run_dir: Path) -> tuple[Origin | None, Config, list[str]]:
         ConfigError: if config.toml is damaged, or has changed since the run began; names the first difference.
         MachineError: if a file cannot be read.
     """
-    origin, lost = _read_origin(run_dir)
+    origin, lost = read_origin(run_dir)
     config, notes = _read_config(run_dir, origin)
     return origin, config, [*notes, *([lost] if lost else [])]
 
 
-def _read_origin(run_dir: Path) -> tuple[Origin | None, str]:
+def read_origin(run_dir: Path) -> tuple[Origin | None, str]:
+    """The origin of a run, or None and a note that it is lost."""
     path = run_dir / ORIGIN_FILE
     origin: Any = None
     try:

@@ -9,8 +9,6 @@ runs/reward_model-001/
   summary.json, reliability.png the result
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 The parts of each kind of run are in `covey.experiment.llm` and `covey.experiment.control`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

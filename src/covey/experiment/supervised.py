@@ -1,7 +1,5 @@
 """What `covey sft` and `covey reward-model train` share: a training on examples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

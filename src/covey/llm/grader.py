@@ -4,8 +4,6 @@ A failed call is not a wrong answer: a rollout that could not be graded has the 
 group. Reward functions are the user's own trusted code; there is no sandbox for them, only for the programs of `code`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

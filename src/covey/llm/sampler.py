@@ -1,7 +1,5 @@
 """Sampler of language models: prompts -> chat template -> generator -> groups of rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The prompts of a teacher, and whether it knows the policy's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,28 +77,29 @@ class TeacherPrompts:
                 )
 
     def _context(self, prompt: Any, columns: Mapping[str, Any], observation: str) -> tuple[int, ...]:
-        return tuple(self.context_of(self.asked(prompt, columns), observation))
-
-    def asked(self, prompt: str | Sequence[Message], columns: Mapping[str, Any]) -> str | list[Message]:
-        """The teacher's prompt: the last message of the user, or the text, with the template before it or in its place.
-
-        Raises:
-            ConfigError: for a prompt of token ids.
-        """
-        if isinstance(prompt, TokenPrompt):
-            raise ConfigError("teacher.prompt is a text, and a prompt of the data is token ids: give texts or messages")
-        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if not messages or messages[-1].get("role") != "user":
-            messages.append({"role": "user", "content": ""})
-        question = messages[-1]["content"]
-        text = filled(self.template, {**columns, PROMPT: question})
-        if PROMPT not in places(self.template):
-            text = f"{text}\n\n{question}" if question else text
-        return text if isinstance(prompt, str) else [*messages[:-1], {**messages[-1], "content": text}]
+        return tuple(self.context_of(asked(self.template, prompt, columns), observation))
 
     def _fault(self, tokens: int, new_tokens: int) -> str:
         faults = (length_fault(model, tokens, new_tokens, additions=" with teacher.prompt") for model in self.models)
         return next(filter(None, faults), "")
+
+
+def asked(template: str, prompt: str | Sequence[Message], columns: Mapping[str, Any]) -> str | list[Message]:
+    """The teacher's prompt: the last message of the user, or the text, with the template before it or in its place.
+
+    Raises:
+        ConfigError: for a prompt of token ids.
+    """
+    if isinstance(prompt, TokenPrompt):
+        raise ConfigError("teacher.prompt is a text, and a prompt of the data is token ids: give texts or messages")
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not messages or messages[-1].get("role") != "user":
+        messages.append({"role": "user", "content": ""})
+    question = messages[-1]["content"]
+    text = filled(template, {**columns, PROMPT: question})
+    if PROMPT not in places(template):
+        text = f"{text}\n\n{question}" if question else text
+    return text if isinstance(prompt, str) else [*messages[:-1], {**messages[-1], "content": text}]
 
 
 def _found_by(group: Group, rollout: Rollout) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,6 @@ rank 0 the others. It is written under a temporary name, every file is flushed t
 the folder is renamed. Other files among the checkpoints are not touched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Device, precision, threads and memory of a run, and the environment that is compared when it is resumed."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

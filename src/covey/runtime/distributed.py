@@ -5,8 +5,6 @@ Every sum over rows is first taken within a shard and then over shards, in the o
 depends on the number of shards and not on that of the ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

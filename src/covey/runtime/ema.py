@@ -1,7 +1,5 @@
 """Exponential moving average (EMA) of a module's weights, for the reference policy of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

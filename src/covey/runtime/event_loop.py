@@ -1,7 +1,5 @@
 """An asyncio event loop in a thread of its own, so that requests run while the caller waits or computes."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

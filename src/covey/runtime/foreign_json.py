@@ -1,7 +1,5 @@
 """JSON of others, checked by types (msgspec): servers, clients, files."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 What keeps the bits of a sharded update equal to those of whole weights is in `shard` and `TreeReduceScatter`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

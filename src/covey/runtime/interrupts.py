@@ -6,8 +6,6 @@ two bytecodes, so a long call of a library delays it. Commands run in `watched`,
 process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

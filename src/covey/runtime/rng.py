@@ -8,8 +8,6 @@ which rows are processed or finish.
 Shape legend: N numbers drawn together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ A divided tensor is a DTensor. Its class is not imported here, because its modul
 one process never need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar

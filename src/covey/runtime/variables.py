@@ -1,7 +1,5 @@
 """Environment variables: the ranks that torchrun has started, the cache folder, safe paths. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ repeats a header in the hope that another program reads the other one. `_Connect
 without a request and the time of each part; `Gate` refuses requests before a route reads them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

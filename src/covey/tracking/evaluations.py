@@ -1,7 +1,5 @@
 """Held-out evaluations of a run: their scores, and answers of two beside each other; rollouts chosen by filters."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,27 +1,8 @@
-"""The metrics of a training step, each defined once, in `metrics.toml`. `docs/metrics.md` is printed from it.
-
-python -m covey.tracking.metrics > docs/metrics.md
-"""
-
-from __future__ import annotations
+"""The metrics of a training step, each defined once, in `metrics.toml`; docs/reference/metrics.md is made from it."""
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-
-PAGE_HEAD = """# Metrics
-
-The meaning of each number in `metrics.jsonl`, and its values in a healthy run. One line of that file is one training
-step; a number that a run does not have is left out. A decision is a token of a language model, an action in control.
-This page is printed by `python -m covey.tracking.metrics`.
-
-The most frequent question: **is a loss of 0 a bug?** No. With one optimizer step for each batch of rollouts
-(`epochs = 1`, `minibatches = 1`) the ratio is exactly 1, nothing is clipped, and the advantages of a group sum to 0, so
-the loss is near 0 while its gradient is not. Read `reward/mean`, `score/mean` and `grad_norm` instead.
-
-`covey diagnose RUN` checks these metrics for known faults; [healthy.md](healthy.md) has its thresholds.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -62,22 +43,3 @@ def find(name: str) -> Metric:
 def is_reproducible(name: str) -> bool:
     """True if a repeated run gives the same number: every metric except those of time and memory."""
     return find(name).reproducible
-
-
-def markdown_table() -> str:
-    """The glossary as a markdown table, one row per metric."""
-    lines = ["| metric | unit | meaning | a healthy run |", "|---|---|---|---|"]
-    for metric in METRICS.values():
-        differs = "" if metric.reproducible else " (differs from run to run)"
-        meaning = metric.meaning.replace("|", "\\|") + differs
-        lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.healthy} |")
-    return "\n".join(lines) + "\n"
-
-
-def markdown_page() -> str:
-    """`docs/metrics.md`."""
-    return PAGE_HEAD + markdown_table()
-
-
-if __name__ == "__main__":
-    print(markdown_page(), end="")

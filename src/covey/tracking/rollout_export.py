@@ -11,8 +11,6 @@ A row is a rollout. Its columns are the keys of its record (`rollout_record`, `a
 The files are read twice, first for the columns and their types. One step is in memory at a time.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -4,8 +4,6 @@ A model's text is indented line by line, and its control characters are replaced
 line of covey's or change the terminal.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 `covey runs prune` removes old checkpoints of finished runs; what `--resume`, `RUN` and `RUN@best` read is kept.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

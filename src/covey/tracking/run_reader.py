@@ -4,8 +4,6 @@ A file that is missing, damaged, or a link gives nothing instead of an error, an
 not write. `run_store` writes the same files.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import math

@@ -1,7 +1,5 @@
 """Confidence intervals of accuracies, scores and returns; unbiased pass@k and best@k."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -6,8 +6,6 @@ DynamicSampling  groups whose rewards are all equal are replaced by groups from 
 WithTeacher      gives the rollouts of another collector the prompts of a teacher
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean

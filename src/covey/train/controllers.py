@@ -5,8 +5,6 @@ BonusControl  the coefficient of the entropy bonus
 ClipControl   the clip range
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

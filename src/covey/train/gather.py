@@ -1,7 +1,5 @@
 """Gathers the groups of all ranks, and checks that the ranks agree."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence

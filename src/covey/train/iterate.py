@@ -10,8 +10,6 @@ DeepSeekMath (arXiv 2402.03300), algorithm 1, with the lines of the paper:
 The algorithm of the steps may be any other, such as PPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -9,8 +9,6 @@
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The loop of every training, and the step of a policy: all differences are in `Components`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from covey.config import RunError

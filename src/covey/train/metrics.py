@@ -1,7 +1,5 @@
 """Metrics of a training step: rollouts, values of the critic, update; and the clock of its phases."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The time budget of a training."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ TokenRecorder    also its tokens, with their log-probabilities after the update,
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

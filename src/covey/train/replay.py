@@ -5,8 +5,6 @@ Only groups that had a gradient are kept, because the others would have none aga
 Rollout replay: Sun et al., arXiv 2506.05316. Its weights: decoupled PPO, Hilton et al., arXiv 2110.00641.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean

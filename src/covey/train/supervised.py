@@ -4,8 +4,6 @@ With several ranks (`runtime/distributed.py`) a minibatch is divided into logica
 minibatch are counted, so the sum of the shards' gradients is its gradient. Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

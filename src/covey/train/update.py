@@ -5,8 +5,6 @@
 Shapes: B rollouts, T decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """GRPO trainer: generate, reward, compute advantages, update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +106,7 @@ class GRPOTrainer(LanguageTrainer):
         return self._rewards(prompts, outputs)
 
     def training_step(self, batch: Prompts) -> dict[str, float]:
-        """One step: generate, reward, compute advantages, update. Returns its metrics, which docs/metrics.md explains.
+        """One step: generate, reward, compute advantages, update. Returns its metrics (docs/reference/metrics.md).
 
         Groups whose rewards are all equal are excluded from the update, as in every run of covey.
         """

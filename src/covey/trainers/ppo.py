@@ -3,8 +3,6 @@
 Shapes: B prompts, each with one answer; T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -232,7 +230,7 @@ class PPOTrainer(LanguageTrainer):
         return self.metrics["loss"] + self.metrics["loss/value"]
 
     def training_step(self, batch: Prompts) -> dict[str, float]:
-        """One step: collect experiences, update the policy. Returns its metrics, which docs/metrics.md explains."""
+        """One step: collect experiences, update the policy. Returns its metrics (docs/reference/metrics.md)."""
         experiences = self.collect_experiences(batch)
         self.update_policy(experiences)
         return experiences["metrics"] | self.metrics

@@ -1,7 +1,5 @@
 """The answers of the API, as values for JSON; the docstring of `server` describes them."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ an Origin must name this server; and of requests that a browser marks as another
 itself is answered.
 """
 
-from __future__ import annotations
-
 import errno
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Files that the server sends as they are: those of the page, and pictures and recordings of a run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

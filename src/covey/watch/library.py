@@ -1,7 +1,5 @@
 """The watched runs: which there are, and how far each has got."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

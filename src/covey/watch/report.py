@@ -4,8 +4,6 @@ The file loads nothing and asks nobody: its policy allows the one script and the
 hashes. The texts of a run are JSON in which no `<` occurs, so that they end no element.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Rollouts as the API shows them: groups of a step, one group, and lines of a list."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -14,7 +14,7 @@ GET /static/{path}         its modules, styles and pictures (html, js, css, svg,
 GET /api/runs              all watched runs, those that changed last first
     {"runs": [RUN, ...],
      "root": "/home/me/runs" | null,                 the folder whose runs are shown, null if runs were named
-     "version": "0.1.0"}                             covey's
+     "version": "0.2.0"}                             covey's
 
   RUN = {"id": "arithmetic_grpo-001.3f9ac1",
          "name": "arithmetic_grpo-001",              unique among the runs, as short as possible
@@ -136,8 +136,6 @@ GET /api/events            server-sent events, at once and then whenever somethi
     event: index     data: {"id", "index": INDEX}
     A comment line every 15 seconds keeps the connection. It ends when the server ends.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json

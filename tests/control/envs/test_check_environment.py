@@ -1,7 +1,5 @@
 """What `covey check` says of an environment before the first episode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

@@ -1,7 +1,5 @@
 """Environments in a process of their own, which is the default: they hang, die and crash the interpreter there."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """An episode as an animated picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gymnasium as gym

@@ -1,7 +1,5 @@
 """Several choices at once, and observations in parts: the numbers of their policy, and that it learns."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

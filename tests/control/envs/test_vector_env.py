@@ -1,7 +1,5 @@
 """Copies of an environment: what is a transition, what is not, and that states can be copied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

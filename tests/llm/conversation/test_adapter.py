@@ -1,7 +1,5 @@
 """Adapters: turns and responses, and what a run makes of their options and prompts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

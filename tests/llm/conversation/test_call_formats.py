@@ -1,7 +1,5 @@
 """The format of calls is the one that reads what the chat template writes; a template that nothing reads is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

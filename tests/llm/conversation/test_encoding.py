@@ -1,7 +1,5 @@
 """Turns are appended as tokens: the template's text between them, and replies that make no control tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 Every fault has a group of its own, in which the environment of one of six conversations is at fault.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import groupby
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """What is trained of given conversations is decoded: a rollout of the same model reads it as the calls of the row."""
 
-from __future__ import annotations
-
 import copy
 import json
 

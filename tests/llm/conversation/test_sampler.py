@@ -1,7 +1,5 @@
 """Conversations are sampled with exact tokens: what the model wrote, what it did not, and where it stopped."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Tool calls are read as chat templates write them; a text that is not a call, or a broken one, never raises."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

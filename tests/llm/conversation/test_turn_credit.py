@@ -1,7 +1,5 @@
 """Credit per turn: the rewards of turns are those of their last decisions, and turns are compared as steps are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

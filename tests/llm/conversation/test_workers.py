@@ -1,7 +1,5 @@
 """Environments in processes: replies under deadlines, and faults that stay in their own conversation."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

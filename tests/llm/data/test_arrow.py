@@ -1,7 +1,5 @@
 """Parquet and Arrow files and folders of the package datasets as data of a task: the same rows as from JSONL."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

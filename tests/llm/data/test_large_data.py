@@ -1,7 +1,5 @@
 """Data that is small on disk and large in memory, or that no model could read, is refused at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Siblings that write the same are one row until they part, while sampling and in the update; the numbers stay."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

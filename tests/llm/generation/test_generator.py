@@ -1,7 +1,5 @@
 """The `Generator` interface on local weights: completions by request, and failures as values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

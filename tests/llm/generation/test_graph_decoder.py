@@ -3,8 +3,6 @@
 The kernels are those of `helpers/gpu_kernels.py`; `tests/llm/native/test_triton_kernels.py` runs those of Triton.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections import Counter

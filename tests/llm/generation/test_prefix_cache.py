@@ -1,7 +1,5 @@
 """A server that keeps the turns of conversations computes them as the training process does."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Sequence
 from dataclasses import replace

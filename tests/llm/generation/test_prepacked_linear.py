@@ -1,7 +1,5 @@
 """Packed weights: the same products, inside `with` only, and never out of date."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Top-k, top-p, min-p and the minimum length are those of transformers' logits processors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

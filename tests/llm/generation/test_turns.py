@@ -1,7 +1,5 @@
 """Conversations have the tokens and log-probabilities of full forward passes, in any order of their answers."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The predicted memory of adapters against adapters that are really made and tensors that autograd really keeps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory of sampling on a GPU with covey's kernels, against the decoder that is made, and the rows that fit."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

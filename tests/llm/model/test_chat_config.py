@@ -1,7 +1,5 @@
 """The [chat] table: system prompt, examples and the template's switches come before every prompt of messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

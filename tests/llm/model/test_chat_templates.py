@@ -1,7 +1,5 @@
 """Chat templates are programs that came with a model: each gives text, or one line that says why not."""
 
-from __future__ import annotations
-
 import pytest
 
 from covey.config import ConfigError

@@ -1,7 +1,5 @@
 """Exact divergences over the vocabulary, in chunks: against the whole matrix, by enumeration and by sampling."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from types import SimpleNamespace

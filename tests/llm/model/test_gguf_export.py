@@ -1,7 +1,5 @@
 """GGUF files: read back by transformers, they give the same log-probabilities and tokens; what is refused, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

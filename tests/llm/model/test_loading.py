@@ -1,7 +1,5 @@
 """A run that starts from another: from its model, from its newest checkpoint, or from the one that is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

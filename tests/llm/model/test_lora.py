@@ -1,7 +1,5 @@
 """Adapters against peft's own forward, and against a dense model with merged weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a batch is cut into microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 

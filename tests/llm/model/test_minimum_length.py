@@ -1,12 +1,16 @@
-"""A minimum length: sampler and update exclude the end tokens at the same decisions, and renormalise alike."""
+"""A minimum length: sampler and update exclude the end tokens at the same decisions, and renormalise alike; a recipe's
+reaches everything that is made of it.
+"""
 
-from __future__ import annotations
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from covey.config import ArithmeticConfig, LoRAConfig, RunConfig, SamplingConfig
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
+from covey.experiment.models import adapt, load_policy
 from covey.llm.conversation.sampler import ConversationSampler
 from covey.llm.conversation.styles import Style
 from covey.llm.generation.backend import find_kernels
@@ -18,11 +22,12 @@ from covey.llm.model.chat import Chat
 from covey.llm.model.logprobs import NO_MINIMUM, Excluded, MinimumLength, token_logprobs
 from covey.llm.native.bindings import TORCH_ALONE, KernelSet
 from covey.llm.policy import KLToReference, LanguagePolicy
-from covey.llm.sampler import LanguageSampler
+from covey.llm.sampler import LanguageSampler, greedy
+from covey.runtime.device import build_machine
 from helpers.chat_models import tiny_chat
 from helpers.guessing import Guess
 from helpers.in_threads import EnvironmentThreads
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
 MINIMUM = 4
 ENDS = frozenset(range(1, 85, 3))  # a third of the vocabulary, so that turns end early
@@ -218,3 +223,23 @@ def test_without_a_minimum_nothing_changes(kind: str) -> None:
     outputs = [policy.evaluate(batch) for policy in (plain, bare)]
     assert torch.equal(outputs[0].logprobs_BT, outputs[1].logprobs_BT)
     assert torch.equal(outputs[0].entropy_BT, outputs[1].entropy_BT)
+
+
+def test_sampler_policy_and_reference_of_a_recipe_have_its_minimum(tmp_path: Path) -> None:
+    folder = str(tiny_folder(tmp_path / "model"))
+    for lora in (LoRAConfig(), LoRAConfig(rank=2)):
+        config = RunConfig(
+            model=folder, task=ArithmeticConfig(), lora=lora,
+            sampling=SamplingConfig(min_new_tokens=20, max_new_tokens=24, temperature=1.3),
+        )  # fmt: skip
+        loaded = load_policy(config, build_machine("cpu", "fp32", 1))
+        policy, adaptation = adapt(loaded.policy, config)
+        minimum = MinimumLength(20, loaded.chat.end_ids)
+        assert policy.minimum == adaptation.reference(policy).minimum == minimum
+        groups = loaded.sampler.sample([Start(0, "1+2="), Start(1, "ab")], 16, 1)
+        groups += greedy(loaded.sampler, 24).sample([Start(2, "7-")], 1, 1)
+        assert min(len(rollout.actions) for group in groups for rollout in group.rollouts) > 20
+        batch = collate(groups[:2])
+        with torch.no_grad():
+            difference_BT = policy.evaluate(batch).logprobs_BT - batch.behavior_logprobs_BT
+        assert float(difference_BT.abs().max()) < 1e-4

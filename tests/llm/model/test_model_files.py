@@ -1,7 +1,5 @@
 """Model folders that somebody else wrote: what is whole loads, what is not is refused in one line that names it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every place that a model can come from, in every command and from Python."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

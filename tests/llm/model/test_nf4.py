@@ -1,7 +1,5 @@
 """Frozen weights in 4 bits: bitsandbytes' numbers, and every user of a layer computes the same function."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

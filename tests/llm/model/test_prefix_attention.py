@@ -1,7 +1,5 @@
 """Attention of training over shared prompts: the same numbers and gradients as row by row, on every processor."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Recomputed layers against layers that keep their activations: the same bits, also beside a critic and an exact KL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A completion ends with the token after which its decoded text contains a stop string."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

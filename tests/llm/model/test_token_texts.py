@@ -1,7 +1,5 @@
 """The texts of single tokens: joined they are the text of the sequence, for every kind of decoder."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

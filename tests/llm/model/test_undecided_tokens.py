@@ -3,8 +3,6 @@
 The expected numbers are those of a plain forward pass over each whole sequence, read at the decisions alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

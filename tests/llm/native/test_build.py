@@ -1,7 +1,5 @@
 """The kernels are compiled once, loaded only from files that nobody else can have written, and never stop a run."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -3,8 +3,6 @@
 The kernels are those of `helpers/gpu_kernels.py`; `test_triton_kernels.py` compares Triton's, with windows too.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """covey's own kernels against torch's: the same numbers, rows that come and go, and what happens without a compiler."""
 
-from __future__ import annotations
-
 import copy
 import platform
 

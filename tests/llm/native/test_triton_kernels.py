@@ -1,7 +1,5 @@
 """The kernels for GPUs, in Triton's interpreter: torch's numbers, and completions as the kernels for CPUs draw them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

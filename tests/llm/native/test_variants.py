@@ -1,8 +1,6 @@
 """A wheel with kernels inside: which library fits a processor, when another one is compiled, and that no compiler is
 needed."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """The comparison of a sampler's log-probabilities with the trainer's: its level, its limit, its few decisions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

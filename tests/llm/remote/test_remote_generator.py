@@ -1,7 +1,5 @@
 """`RemoteGenerator` on real servers: faults of any kind leave the bits as they are, and wrong weights are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`covey serve` in real processes: the bits of this process, updates whole or not at all, every route guarded."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

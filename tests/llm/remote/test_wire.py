@@ -1,7 +1,5 @@
 """Answers from outside are parsed strictly: whatever is not the answer to the request raises `BadJson`."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

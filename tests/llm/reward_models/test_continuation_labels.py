@@ -1,7 +1,5 @@
 """Labels of steps by continuations: estimates by hand, the prefixes and seeds that are asked for, and failures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

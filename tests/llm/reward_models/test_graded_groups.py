@@ -1,7 +1,5 @@
 """Examples for a reward model from graded groups: which are made, how many, from what, and their state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

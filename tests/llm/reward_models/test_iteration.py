@@ -1,7 +1,5 @@
 """The reward model of an iterative run: what it is trained on, where it begins, what is measured and recorded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Scores of reward models are those of transformers' own forward pass, before and after saving."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

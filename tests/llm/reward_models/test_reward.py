@@ -1,7 +1,5 @@
 """A reward model as a reward of a run: its scores, options, failures, and runs that it trains."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

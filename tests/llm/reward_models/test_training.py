@@ -1,7 +1,5 @@
 """Training of reward models: its gradient, its order, what it learns, and its resume."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Functions in the signatures of verl and verifiers, and coroutines, in a worker and in this process."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import threading

@@ -1,7 +1,5 @@
 """The code reward: what is taken from a completion, how tests are read, what counts as equal, what is masked."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,14 +22,11 @@ from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
-from covey.llm.rewards import code_judge
-from covey.llm.rewards.code import CodeRunner, code, extract_program
-from covey.llm.rewards.code_judge import Judge, Verdict, matches, same_output
+from covey.llm.rewards.code import CodeRunner, Judge, Verdict, code, extract_program, matches, same_output
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
 from covey.llm.rewards.sandbox import backends
-from covey.llm.rewards.sandbox.backends import no_sandbox
+from covey.llm.rewards.sandbox.backends import check_isolation, no_sandbox
 from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode
-from covey.llm.rewards.sandbox.probe import check_isolation
 from covey.llm.rewards.sandbox.session import Limits, Sandbox, SandboxFailure, Session
 from covey.llm.rewards.weighted_reward import WeightedReward
 from helpers.sandboxes import BACKENDS, any_backend, backend, descendants, is_running, processes_left, workers
@@ -189,7 +184,7 @@ def test_a_result_with_colliding_keys_is_not_built_in_this_process(monkeypatch: 
         assert isinstance(item, int) or item[0] in ("int", "float", "complex")
         return decode(item)
 
-    monkeypatch.setattr(code_judge, "decode", decode_number)
+    monkeypatch.setattr(code_module, "decode", decode_number)
     keys = [["int", hex(number * (2**61 - 1))] for number in range(2_000)]
     assert not matches({"a": 1}, ["dict", *([key, 1] for key in keys)])
     assert not matches({1}, ["set", *keys])
@@ -238,7 +233,7 @@ def test_no_case_is_run_after_one_that_took_too_long() -> None:
 @pytest.mark.parametrize("form", ["calls", "stdin"])
 def test_all_cases_together_have_the_time_of_ten(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case may take the limit, so a program that sleeps in each would take cases x limit."""
-    monkeypatch.setattr(code_judge, "MOST_CASES", 0.05)
+    monkeypatch.setattr(code_module, "MOST_CASES", 0.05)
     sleep = "import time\ndef solve(x):\n    time.sleep(0.2)\n    return x\n"
     tests: Tests = CallTests("solve", [CallCase([n], n) for n in range(10)])
     if form == "stdin":

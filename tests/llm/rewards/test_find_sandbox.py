@@ -1,7 +1,5 @@
 """Which bwrap is used, and what a user reads if it is absent or does not work."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -13,7 +11,7 @@ import pytest
 
 from covey.config import ConfigError, RewardConfig
 from covey.llm.rewards.code import CodeRunner
-from covey.llm.rewards.sandbox import backends, probe
+from covey.llm.rewards.sandbox import backends
 from covey.llm.rewards.sandbox.backends import find_bwraps, find_sandbox, try_backend
 from covey.llm.rewards.sandbox.session import Sandbox
 from helpers.sandboxes import backend, is_running, processes_left
@@ -47,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     (folders[2] / "python").symlink_to(sys.executable)  # which starts the workers
     monkeypatch.setattr(sys, "executable", str(folders[2] / "python"))
     monkeypatch.setattr(backends, "USUAL_FOLDERS", (str(folders[3]),))
-    monkeypatch.setattr(probe, "START_SECONDS", 1.0)
+    monkeypatch.setattr(backends, "START_SECONDS", 1.0)
     monkeypatch.setitem(sys.modules, "sandlock", None)  # as if it were not installed
 
     def make(folder: str, text: str) -> Path:
@@ -125,7 +123,7 @@ def test_programs_that_do_not_work_hide_no_other(
     real = place("usual", "")
     real.unlink()
     real.symlink_to(works.command[0])
-    monkeypatch.setattr(probe, "START_SECONDS", 5.0)
+    monkeypatch.setattr(backends, "START_SECONDS", 5.0)
     chosen = try_backend("bubblewrap")
     assert chosen.command[0] == str(real)
 
@@ -136,5 +134,5 @@ def test_a_bwrap_that_does_not_work_hides_no_sandlock(
 ) -> None:
     place("first", SILENT)
     monkeypatch.delitem(sys.modules, "sandlock")
-    monkeypatch.setattr(probe, "START_SECONDS", 60.0)
+    monkeypatch.setattr(backends, "START_SECONDS", 60.0)
     assert find_sandbox().name == works.name == "sandlock"

@@ -1,7 +1,5 @@
 """Hostile programs: none leaves the sandbox, none forges a verdict, none keeps running."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -14,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.llm.rewards.code_judge import Judge
+from covey.llm.rewards.code import Judge
 from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests
-from covey.llm.rewards.sandbox.backends import no_sandbox
-from covey.llm.rewards.sandbox.seccomp import ALLOWED, CHECKED
+from covey.llm.rewards.sandbox.backends import ALLOWED, CHECKED, no_sandbox
 from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Sandbox, Session
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY
 from helpers.sandboxes import BACKENDS, any_backend, backend, processes_left

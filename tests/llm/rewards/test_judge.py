@@ -1,7 +1,5 @@
 """Judges, asked over HTTP: how scores are read, and what faults of a real server cost."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Reward functions in several processes, called while other groups are still being sampled."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Every row of a data set is checked before a run, and a failure in a run names the row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

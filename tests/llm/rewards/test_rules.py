@@ -1,7 +1,5 @@
 """Rewards that are rules over the text or the tokens of a completion, and the run's own term `overlong`."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from functools import partial

@@ -3,14 +3,12 @@
 These tests need no bwrap. A backend that does not isolate is not used, so that the tests of hostile programs skip it.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 
 import pytest
 
-from covey.llm.rewards.sandbox import backends, seccomp, supervisor
+from covey.llm.rewards.sandbox import backends, supervisor
 from covey.llm.rewards.sandbox.session import Limits
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
@@ -65,7 +63,7 @@ def decide(program: bytes, number: int, architecture: int, *arguments: int) -> i
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_the_filter_refuses_calls_around_the_limits_and_allows_what_python_needs(machine: str) -> None:
-    program, architecture = seccomp.bpf_filter(machine), ARCHITECTURES[machine]
+    program, architecture = backends.bpf_filter(machine), ARCHITECTURES[machine]
     for name, number in REFUSED[machine].items():
         assert decide(program, number, architecture) == EPERM, name
     for number in NEEDED[machine]:
@@ -76,7 +74,7 @@ def test_the_filter_refuses_calls_around_the_limits_and_allows_what_python_needs
 @pytest.mark.parametrize("name", WITH_ARGUMENTS)
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_the_filter_looks_at_the_arguments_of_a_call(machine: str, name: str) -> None:
-    program, architecture = seccomp.bpf_filter(machine), ARCHITECTURES[machine]
+    program, architecture = backends.bpf_filter(machine), ARCHITECTURES[machine]
     numbers, allowed, refused = WITH_ARGUMENTS[name]
     number = numbers[machine == "aarch64"]
     for arguments in allowed:
@@ -86,9 +84,9 @@ def test_the_filter_looks_at_the_arguments_of_a_call(machine: str, name: str) ->
 
 
 def test_the_filter_ends_a_program_of_another_architecture() -> None:
-    assert decide(seccomp.bpf_filter("x86_64"), 0, ARCHITECTURES["aarch64"]) == KILL
+    assert decide(backends.bpf_filter("x86_64"), 0, ARCHITECTURES["aarch64"]) == KILL
     with pytest.raises(NotImplementedError, match="riscv64"):
-        seccomp.bpf_filter("riscv64")
+        backends.bpf_filter("riscv64")
 
 
 @pytest.mark.sampled(2)
@@ -103,7 +101,7 @@ def test_bwrap_gets_every_namespace_no_environment_and_a_root_that_cannot_be_wri
     options = command[: command.index("--")]
     assert {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--clearenv", "--new-session",
             "--die-with-parent"} <= set(options)  # fmt: skip
-    assert command[-1] == seccomp.bpf_filter().hex()  # the harness passes it on to the kernel
+    assert command[-1] == backends.bpf_filter().hex()  # the harness passes it on to the kernel
     assert options[options.index("--cap-drop") + 1] == "ALL"
     assert ("--disable-userns" in options and "--unshare-user" in options) is not as_root
     last_mount = max(place for place, word in enumerate(options) if word in ("--ro-bind", "--tmpfs", "--dir"))

@@ -1,7 +1,5 @@
 """Reasoning steps: where they end in characters and in tokens, and what the grader makes of step rewards."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tokens of examples, and which of them are trained."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

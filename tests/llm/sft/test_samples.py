@@ -1,7 +1,5 @@
 """Rejection sampling: which samples become examples, and that their tokens are those that were sampled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Example conversations with the calculator."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss and gradient of supervised training are those of transformers' own loss over the trained tokens."""
 
-from __future__ import annotations
-
 import copy
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The tasks of programs: right answers pass, others do not, and no held-out program is one of training."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
@@ -12,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.config import ConfigError, HumanEvalConfig
-from covey.llm.rewards.code import extract_program
-from covey.llm.rewards.code_judge import Judge
+from covey.llm.rewards.code import Judge, extract_program
 from covey.llm.rewards.code_tests import CheckTests, read_tests
 from covey.llm.rewards.sandbox.session import Limits
 from covey.llm.tasks import CodeFunctions, HumanEval, build_task, code_functions

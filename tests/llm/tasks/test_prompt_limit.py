@@ -1,7 +1,5 @@
 """Prompts that the model cannot take: found before training, or left out with a count, as the recipe says."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The task reasoning_gym: problems from seeds, scored by the package in a process with limits."""
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

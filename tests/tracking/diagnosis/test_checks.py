@@ -1,7 +1,5 @@
 """Every check by hand-made numbers: it fires at its threshold, and each of its conditions silences it."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The checks over a run, step by step and afterwards; what a run says of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

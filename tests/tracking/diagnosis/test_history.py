@@ -1,7 +1,5 @@
 """Windows, standard errors and the highest level, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs with the real package of each tracker, which writes locally, read back with the package's own reader."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,8 +15,7 @@ import pytest
 from covey.config.recipe import write_config
 from covey.runtime.variables import cache_folder
 from covey.tracking.run_store import read_metrics
-from covey.tracking.trackers.adapters import COLUMNS, NEW, MLflowTracker, Position, TrackedRun
-from covey.tracking.trackers.observer import CHARACTERS
+from covey.tracking.trackers import CHARACTERS, COLUMNS, NEW, MLflowTracker, Position, TrackedRun
 from helpers import toy_envs
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import write_iterative_recipes

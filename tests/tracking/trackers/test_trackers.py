@@ -1,7 +1,5 @@
 """The parts of trackers that are the same for all packages: fields, rows, threads, positions."""
 
-from __future__ import annotations
-
 import html
 import re
 import threading
@@ -17,20 +15,23 @@ from covey.config.rules import validate
 from covey.data import Group
 from covey.experiment.advice import Launch
 from covey.experiment.job import _trackers
+from covey.tracking import trackers as observer
 from covey.tracking.console import Display
 from covey.tracking.run_store import RunStore
-from covey.tracking.trackers import observer
-from covey.tracking.trackers.adapters import (
+from covey.tracking.trackers import (
+    CHARACTERS,
     COLUMNS,
     NEW,
     Position,
     Row,
     TensorBoardTracker,
     TrackedRun,
+    Trackers,
     as_markdown,
     flat,
+    has_table,
+    rows_of,
 )
-from covey.tracking.trackers.observer import CHARACTERS, Trackers, has_table, rows_of
 from helpers.graded import group, start
 from helpers.step_records import step_record
 

@@ -1,7 +1,5 @@
 """Checks of an environment's results; an error is one line with environment, episode and step."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading

@@ -10,8 +10,6 @@ time in the same call of a copy, the episode of that copy has failed.
 Shape legend: N slots (copies).
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

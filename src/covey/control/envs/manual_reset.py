@@ -6,8 +6,6 @@ finished copy have no effect.
 Shape legend: N slots (copies).
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import time

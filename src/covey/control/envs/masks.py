@@ -7,8 +7,6 @@ An environment gives its mask in one of these places, of which the first counts:
     info["action_mask"]             of reset and step, as in Gymnasium's Taxi-v4
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Looks up registered environments by id; errors are one line with the fix."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Renders one episode as an animated GIF."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Shape legend: N slots (copies), D numbers in a flattened observation, A numbers in an action.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

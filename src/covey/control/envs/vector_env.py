@@ -6,9 +6,8 @@ Shape legend: N slots (copies), D numbers in a flattened observation (with its a
 in an action, K slots named in a call.
 """
 
-from __future__ import annotations
-
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from covey.config import ConfigError, EnvironmentConfig
 from covey.config.machine import may_fork
-from covey.control.envs.cartpole import BatchedCartPole
+from covey.control.envs.batched import BATCHED, BatchedEnv
 from covey.control.envs.checked import EnvironmentFault, Watchdog
 from covey.control.envs.isolated import IsolatedVectorEnv
 from covey.control.envs.manual_reset import (
@@ -43,7 +42,6 @@ from covey.control.pictures import Picture
 PROBED_STEPS = 1000  # random decisions within which an episode without a time limit must end
 PROBED_SECONDS = 3.0
 LONGEST_WAIT = 100_000  # decisions after which an episode is refused as endless
-CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 OF_GYMNASIUM = "gymnasium.envs."  # beginning of the entry points of Gymnasium's own environments
 
 
@@ -91,7 +89,7 @@ class Environments:
     def snapshots(self) -> bool:
         """True if states can be copied exactly, which the first access tests on a separate copy."""
         if self._snapshots is None:
-            self._snapshots = isinstance(self._vector, BatchedCartPole) or (
+            self._snapshots = isinstance(self._vector, BatchedEnv) or (
                 self._vector.copies_states()
                 if isinstance(self._vector, IsolatedVectorEnv)
                 else isinstance(self._vector, ManualResetVectorEnv)
@@ -208,10 +206,10 @@ def make_environments(
     make_all = partial(ManualResetVectorEnv, [make_one] * count, autoreset_mode=AutoresetMode.DISABLED)
     known = str(spec.entry_point).startswith(OF_GYMNASIUM) and not spec.additional_wrappers
     with refuse_broken(config.id):
-        if config.vectorization == "auto" and render_mode is None and _is_plain_cartpole(config, spec):
-            limit = config.max_episode_steps or spec.max_episode_steps
-            assert limit is not None
-            return Environments(BatchedCartPole(count, limit), config)
+        batched = _batched(config, spec) if render_mode is None else None
+        if batched is not None:
+            limit = config.max_episode_steps or spec.max_episode_steps or sys.maxsize
+            return Environments(batched(count, limit), config)
         if config.vectorization == "auto" and not known and may_fork():
             isolated = IsolatedVectorEnv(make_all, config.id, config.timeout_seconds)
             if not copies_states or isolated.copies_states():
@@ -347,7 +345,9 @@ def _refuse_spaces(make_one: Callable[[], ActionRepeat], name: str) -> None:
         env.close()
 
 
-def _is_plain_cartpole(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> bool:
-    """True if BatchedCartPole implements these settings exactly."""
-    plain = spec.entry_point == CARTPOLE and not spec.kwargs and not spec.additional_wrappers
-    return plain and config.action_repeat == config.frame_stack == 1
+def _batched(config: EnvironmentConfig, spec: gym.envs.registration.EnvSpec) -> type[BatchedEnv] | None:
+    """The class that implements these settings exactly for all copies at once; None: there is none."""
+    plain = config.vectorization == "auto" and config.action_repeat == config.frame_stack == 1
+    if not plain or spec.kwargs or spec.additional_wrappers:
+        return None
+    return BATCHED.get(str(spec.entry_point))

@@ -4,8 +4,6 @@ Rollouts need episodes that are determined by a reset seed each, which vector en
 themselves do not have. So each copy of an environment that has only a vector class is a vector environment of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

@@ -4,8 +4,6 @@ An adapter gets whole turns of the model, with their calls of tools, because its
 and when a conversation is over. This file imports the standard library only, as the process of an environment does.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ tokenizer makes of a certain text, like `<|im_end|>`. In the reply of an environ
 ordinary characters, which `PlainTextEncoder` does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

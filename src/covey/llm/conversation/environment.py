@@ -14,8 +14,6 @@ conversation, so that no conversation sees what another one changed. Global rand
 conversation, so that an environment that uses them is repeatable.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import inspect

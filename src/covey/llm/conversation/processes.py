@@ -6,8 +6,6 @@ conversation alone, as for an environment in a file. Objects of the program that
 this process to its own child.
 """
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The tools are shown by the chat template, or by a system message if the template
 messages are written as those of a rollout are.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -29,8 +29,6 @@ Types of arguments:
 Only `describe_tools` imports transformers, so that the process of an environment starts quickly.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -3,8 +3,6 @@
 The package pyarrow is an extra, and it is loaded only for such files.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import math

@@ -3,8 +3,6 @@
 This module loads no torch, so that a missing file is reported at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

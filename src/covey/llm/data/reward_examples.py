@@ -10,8 +10,6 @@
 A prompt is a string or chat messages; a completion is a string, or the messages after the prompt.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import takewhile

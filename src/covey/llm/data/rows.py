@@ -3,8 +3,6 @@
 This module loads no torch, so that a mistake in the data is reported at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

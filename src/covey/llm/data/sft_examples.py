@@ -8,8 +8,6 @@
 The names of the columns are fields of the [sft] table.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

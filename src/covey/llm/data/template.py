@@ -1,7 +1,5 @@
 """Texts with places such as {answer}, which the columns of a row fill."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -40,8 +40,6 @@ logits of one plain forward pass over each sequence (`plain_forward.py`). The pr
 attention window in the config, because a window has no effect on shorter ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

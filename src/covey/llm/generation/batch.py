@@ -21,8 +21,6 @@ Shapes: R open completions, B branches (rows of the decoder; the completions of 
 S prompts, N completions of all prompts, T tokens of the longest completion, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, cast

@@ -7,8 +7,6 @@ too: the interface has no model, decoder or device, and the failure of a request
 makes the request of the next turn when its continuation arrives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace

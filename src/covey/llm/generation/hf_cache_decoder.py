@@ -4,8 +4,6 @@ the prompt.
 Shapes: S prompts, R rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ become free. A change of the weights is a job in the same queue: the batch befor
 begin with the keys and values of the turns before them (`PrefixCache`).
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

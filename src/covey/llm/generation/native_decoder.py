@@ -8,8 +8,6 @@ Shapes: S prompts, P prompt tokens, R rows, N tokens of all rows, W hidden width
 D head width, V vocabulary; of a linear layer: M outputs, N inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 

@@ -10,8 +10,6 @@ a thousand small kernels, and the processor takes several times as long to launc
 them. A graph has fixed addresses, so it is captured again if an input is another tensor.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence

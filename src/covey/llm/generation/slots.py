@@ -8,8 +8,6 @@ are only appended, it may share the slot with rows that go on.
 Shapes: S prompts, P prompt tokens, R rows, N tokens of all rows, K key-value heads, D head width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence

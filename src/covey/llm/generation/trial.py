@@ -3,8 +3,6 @@
 Shapes: L tokens of a sequence, R rows, S prompts, D decisions, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads the dimensions of a model from its `config.json` alone, without reading or allocating weights."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ the maximal number of tokens. docs/memory.md explains the parts and compares the
 Shapes: S prompts and R rollouts of a microbatch, P tokens of a prompt, C fed tokens of a completion.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ or exhaust memory. So a template is rendered in a process of its own with limits
 is provably finite, like most templates, which iterate over the messages and join texts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ quantised or missing weights, with an architecture of another kind, or with dama
 becomes one line. Code of a model is never run, and only `download` asks the hub.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

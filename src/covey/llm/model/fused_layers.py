@@ -9,8 +9,6 @@ The residual stream is in fp32. In bf16 every layer would round it to 8 bits: a 
 cosine of 0.9987 with the exact gradient, with the residual stream in fp32 0.9993 (both with torch's attention).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple

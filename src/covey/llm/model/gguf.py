@@ -4,8 +4,6 @@ Writing supports Llama-like models of the architecture `llama` of transformers (
 with a byte-level BPE tokenizer. `plan_gguf` refuses everything else before a file is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

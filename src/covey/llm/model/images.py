@@ -4,8 +4,6 @@ The placeholders of images are tokens of the prompt. They are never sampled (`ne
 one would ask for a further image.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial

@@ -3,8 +3,6 @@
 Shapes: L tokens of the trial, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

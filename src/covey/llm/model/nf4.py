@@ -8,8 +8,6 @@ layer computes with the weights that these stand for, in the dtype in which the 
 Shapes: M outputs, N inputs.
 """
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: L tokens, T decisions (the last tokens), V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -7,8 +7,6 @@ the same.
 transformers has this too, but only for modules in training mode, in which some layers apply dropout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import MethodType

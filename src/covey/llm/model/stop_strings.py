@@ -6,8 +6,6 @@ looked for in the text that has them.
 Shapes: V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache

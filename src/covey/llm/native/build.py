@@ -5,8 +5,6 @@ depends on. Its checksum is stored beside it, so a damaged or incomplete file is
 compiled again.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

@@ -6,8 +6,6 @@ are to the first number of a contiguous tensor, None leaves a tensor out, and co
 Shapes: as in `triton_kernels`. The names of numbers are those of their tensors there.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ Shapes: R rows, W hidden width, N tokens or decisions, H heads, K key-value head
 S sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A fault of the server or of the network, of whatever kind, is a `LostServer`. No
 asks another server. The access token is in the `Authorization` header only; messages from outside are searched for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

@@ -10,8 +10,6 @@ little that such a part would show only after many steps. So the server is given
 first ones again, and its log-probabilities are compared with the policy's own each time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

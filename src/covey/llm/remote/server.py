@@ -3,8 +3,6 @@
 Every route but `/health` needs the access token, those that do not exist too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import socket

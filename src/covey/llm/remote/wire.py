@@ -21,8 +21,6 @@ covey's own server ends completions at stop strings. vLLM does not get them, bec
 from covey's; its completions are cut when they are read, which gives the same distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 DeepSeekMath (arXiv 2402.03300), algorithm 1, line 11: continued training with a replay of earlier examples.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress

@@ -4,8 +4,6 @@ packed and the padded forward pass give the same logits as the classifier's own.
 Shapes: R rows, N reads, L tokens, C labels.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Shapes: R rows, N reads (positions at which a score is read; the rows' in their 
 width.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

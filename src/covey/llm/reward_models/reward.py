@@ -1,7 +1,5 @@
 """A reward model as a reward of a run."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ calibration, order within prompts.
 Shapes: N reads, M terms of the loss, K bins.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,7 @@ weighted_reward           one term of a reward: a function, how it is called, it
 step_splitter             splits completions into reasoning steps
 reasoning_gym_process     problems and scores of the package reasoning_gym, in the worker
 judge                     asks a language model behind an OpenAI-compatible address for a score; its replies on disk
-code                      the reward `code`: programs that pass hidden tests
+code                      the reward `code`: programs that pass hidden tests, run in the sandbox
 code_tests                the tests in a column of the data
-code_judge                runs a program on its tests and decides
 sandbox                   isolation of programs
 """

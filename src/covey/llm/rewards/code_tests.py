@@ -1,7 +1,5 @@
 """The tests of a program, read from a column of the data."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

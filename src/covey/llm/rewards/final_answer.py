@@ -9,8 +9,6 @@ This file and those of the built-in rewards load neither torch nor transformers,
 process.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from typing import Any

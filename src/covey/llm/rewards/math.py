@@ -4,8 +4,6 @@ This file is imported in worker processes alone. math-verify parses completions 
 and whose simplifications may never end, so each answer has a deadline after which its process is killed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ scored only if it consists of numbers, names, strings, brackets, operators and c
 (`is_plain_expression`). The limits of resources and the deadline of the call remain for expensive expressions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -9,8 +9,6 @@ the names of their parameters:
 This file imports the standard library only, so that the worker starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

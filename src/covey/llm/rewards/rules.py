@@ -4,8 +4,6 @@
 No completion is evaluated as code.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -1,7 +1,5 @@
 """Calls reward functions under a deadline: in processes of their own, or in a thread of the run's process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -4,8 +4,6 @@ A step reward gets the texts of the steps and returns one number for each (`Rewa
 a process reward model with the same signature.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence

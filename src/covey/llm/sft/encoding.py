@@ -4,8 +4,6 @@ prompt, completion        the prompt as `covey train` feeds it, the tokens of th
 messages                  the prompt, then turns of the assistant; the chat template's text and replies are masked
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 python -P -m covey.llm.sft.function_rows file.py:function FILE
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reads the examples of a supervised training from the source that its config names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

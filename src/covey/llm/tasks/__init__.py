@@ -1,7 +1,5 @@
 """Tasks of language models: sources of prompts with the data for their rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

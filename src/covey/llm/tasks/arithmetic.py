@@ -1,7 +1,5 @@
 """Generated tasks of numbers: sums and products, running totals, Countdown. Training shows an effect within minutes."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Programming tasks: functions that are composed from operations, and the problems of HumanEval."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Prompts from a user's data set, checked line by line at the start of a run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tasks of conversations with an environment: its seeds, rows of a data file, games, and texts to search."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ A hash of a problem's content decides its side of the split; about 1 in 10 is he
 for all seeds, also between differently configured tasks of one kind.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from abc import ABC, abstractmethod

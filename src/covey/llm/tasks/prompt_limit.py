@@ -1,7 +1,5 @@
 """Longest prompt that a model takes, checked before training if the prompts are known by then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The problems of the package reasoning_gym: about a hundred kinds, generated from seeds and scored by the package."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Word problems: short stories with a calculation of 1 to 4 steps, each on the previous result."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -19,8 +19,6 @@ This file imports the standard library only and is run by its path, so that the 
 neither the package nor its folder is on the search path of the user's code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The checks: functions of the metrics of a run and its settings. `checks.toml` has their texts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import median

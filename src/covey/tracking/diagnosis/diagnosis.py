@@ -1,7 +1,5 @@
 """Runs all checks over the metrics of a run, step by step or afterwards, and writes what they find."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib
@@ -66,9 +64,9 @@ class Check:
     name: str
     metrics: tuple[str, ...]  # that it reads; those of the finding
     find: Callable[[History, Settings], Seen | None]
-    condition: str  # with its thresholds, for docs/healthy.md
+    condition: str  # with its thresholds, for docs/reference/checks.md
     explanation: str
-    source: str = ""  # of the thresholds, for docs/healthy.md
+    source: str = ""  # of the thresholds, for docs/reference/checks.md
     keeps_first: bool = False  # evidence and remedy are those of the first observation, not of the last
 
 

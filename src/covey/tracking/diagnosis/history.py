@@ -6,8 +6,6 @@ A *level* is the median of the last `RECENT` values, the *start* that of the fir
 median absolute deviation (MAD) are used, because single steps are noisy and their outliers are large.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The built-in environments: replies, rewards, and what they make of any text of a model."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The environment `calculator`: exact arithmetic. An expression is parsed by a whitelist and never run as code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from decimal import Decimal, localcontext

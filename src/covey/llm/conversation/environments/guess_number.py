@@ -1,7 +1,5 @@
 """The environment `guess_number`: the model guesses a number, and is told whether it is higher or lower."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

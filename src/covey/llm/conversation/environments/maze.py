@@ -1,7 +1,5 @@
 """The environment `maze`: the model walks to the exit of a maze, one direction in a message."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The environment `python`: programs of the model, run in the sandbox of the reward `code` (docs/code_rewards.md)."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Any
 

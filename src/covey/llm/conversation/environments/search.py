@@ -1,7 +1,5 @@
 """The environment `search`: full-text search over texts, by SQLite's FTS5."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
