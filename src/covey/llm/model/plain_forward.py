@@ -20,7 +20,7 @@ class PromptTokens(tuple[int, ...]):
 
     inputs: Mapping[str, Tensor]
 
-    def __new__(cls, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> PromptTokens:
+    def __new__(cls, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> "PromptTokens":
         tokens = super().__new__(cls, ids)
         tokens.inputs = inputs
         return tokens
