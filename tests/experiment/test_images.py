@@ -18,8 +18,8 @@ from helpers.tiny_models import tiny_folder
 from helpers.vision_models import colour_rows, picture, vision_folder
 
 REWARD = """
-def says_colour(completions, answer, **columns):
-    return [float(right[0] in completion[0]["content"]) for completion, right in zip(completions, answer)]
+def number_of_text(completions, **columns):
+    return [float(sum(map(ord, completion[0]["content"])) % 7) for completion in completions]
 """
 
 
@@ -29,7 +29,7 @@ def tables(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": str(folder / "model"), "steps": 3, "seed": 1, "run_dir": str(folder / "run"), "precision": "fp32",
         "device": "cpu", "threads": 1, "task": {"name": "dataset", "path": str(colour_rows(folder))},
-        "rewards": [{"function": f"{folder}/reward.py:says_colour"}],
+        "rewards": [{"function": f"{folder}/reward.py:number_of_text"}],
         "sampling": {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4}, "evaluation": {"problems": 1},
     } | more  # fmt: skip
 
