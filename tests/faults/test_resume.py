@@ -243,9 +243,7 @@ KINDS = {
         "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
         learns_from_a_teacher,
     ),
-    "images": Kind(
-        f"{GATHERING} --path colours.jsonl --model vision --max-resamples 1 --algorithm dapo --kl-coefficient 0.02"
-    ),
+    "images": Kind("tiny.toml --model vision --task dataset --path colours.jsonl --record.tokens true"),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
     "step, lora": Kind("Guess.toml --rank 2 --precision bf16 --kl-coefficient 0.02", converses, DURING_A_CONVERSATION),
