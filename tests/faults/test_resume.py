@@ -473,14 +473,6 @@ def test_a_run_that_starts_from_another_takes_over_its_critic(trunk: str, place:
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_from_a_run_of_grpo_with_a_new_critic(place: Path) -> None:
-    words = ("--algorithm", "ppo", "--steps", "1", "--model", runs("GRPO", place).whole)
-    code, output = covey("train", "tiny.toml", *words, "--run-dir", "then ppo", cwd=place)
-    assert code == 0, output
-    assert reproducible_metrics(place / "then ppo")[0]["value/mean"] == 0
-
-
-@pytest.mark.slow
 def test_a_run_is_resumed_on_its_own_base_and_adapter_alone(place: Path, tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "model")
     words = ("--rank", "2", "--steps", "1", "--model", model, "--run-dir", "a")
