@@ -128,11 +128,17 @@ class PackedLayout:
         completions: Sequence[Tensor] = (),
         prompt_of_row: Sequence[int] = (),
         device: torch.device | None = None,
+        common: int | None = None,
     ) -> None:
-        """Completions are ordered by prompt. The last bits of a prompt's numbers depend on the common prefix."""
+        """Completions are ordered by prompt.
+
+        Args:
+            common: tokens of the common prefix that are fed once; None: chosen from the prompts. The last bits of a
+                prompt's numbers depend on it.
+        """
         self.prompt_lengths, self.prompt_of_row = [len(prompt) for prompt in prompts], list(prompt_of_row)
         self.device = device
-        self.common = shared_prompt_prefix(prompts)
+        self.common = shared_prompt_prefix(prompts) if common is None else common
         suffixes = [torch.tensor(prompt[self.common :]) for prompt in prompts]
         parts = [torch.tensor(prompts[0][: self.common], dtype=torch.int64), *suffixes]
         self.prompt_ends = torch.tensor([len(part) for part in parts]).cumsum(0)[1:] - 1  # the last token of each
