@@ -14,6 +14,7 @@ ARM := .arm
 ENVIRONMENTS := .environments-venv
 ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
 RELEASE := .release-venv
+DOCS := .docs-venv
 PYTHONS := python3.11 python3.12 python3.13
 COMMA := ,
 STAMP := $(VENV)/installed
@@ -24,9 +25,9 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 unexport PYTHONDONTWRITEBYTECODE
 
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
-NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu
+NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu and not site
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages docs docs-test size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -44,6 +45,7 @@ help:
 	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
 	@echo "make wheel      a wheel with kernels inside for this architecture, in dist/"
 	@echo "make packages   the packages of a release, built, looked into, installed and tried, in $(RELEASE); PYTHONS=python3.11"
+	@echo "make docs       the site in site/: docs/, README and the docstrings, by Sphinx, in $(DOCS); make docs-test looks at it"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
@@ -109,7 +111,7 @@ packages: $(RELEASE)/installed
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
-release-check: lint test test-slow mutants oracle trackers environments scale packages
+release-check: lint test test-slow mutants oracle trackers environments scale packages docs-test
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
@@ -173,6 +175,17 @@ environments: $(ENVIRONMENTS)/environments-installed
 	@echo "Environments of openenv and verifiers: some minutes on two cores"
 	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/environments
 
+$(DOCS)/docs-installed: $(STAMP) docs/site/docs.lock
+	$(call beside_venv,$(DOCS),docs/site/docs.lock,Sphinx)
+
+# -E: every page is read again, because the docstrings of an unchanged page may have changed.
+docs: $(DOCS)/docs-installed
+	@$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -d $(DOCS)/doctrees -c docs/site . site
+	@echo "The site is in site/index.html"
+
+docs-test: docs
+	@$(BIN)/python -m pytest -m site tests/site
+
 clean:
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/api
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,6 +73,28 @@ def test_a_form_has_questions(path: Path) -> None:
     assert any(field.get("validations", {}).get("required") for field in fields)
 
 
+def test_each_version_of_the_site_stays(tmp_path: Path) -> None:
+    """`.github/publish-site` twice, into the branch gh-pages of a repository on this disk."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "init.defaultBranch=main"]
+    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    subprocess.run([*git, "init", "-q", "--bare", origin], check=True)
+    subprocess.run([*git, "clone", "-q", origin, clone], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "main"], cwd=clone, check=True)
+    (clone / "site").mkdir()
+    for version in ("v0.2.0", "v0.10.0"):
+        (clone / "site/index.html").write_text(version)
+        subprocess.run([ROOT / ".github/publish-site", version], cwd=clone, check=True)
+
+    def published(name: str) -> str:
+        return subprocess.run(
+            [*git, "show", f"gh-pages:{name}"], cwd=origin, capture_output=True, text=True, check=True
+        ).stdout
+
+    folders = ("v0.2.0", "v0.10.0", "stable")
+    assert [published(f"{folder}/index.html") for folder in folders] == ["v0.2.0", "v0.10.0", "v0.10.0"]
+    assert re.findall(r'href="([^"]*)/"', published("versions.html")) == ["v0.10.0", "v0.2.0", "stable"]
+
+
 def run_lines() -> list[str]:
     """The commands of the container file that need neither root nor Debian."""
     text = (ROOT / "Containerfile").read_text().replace("\\\n", "")
