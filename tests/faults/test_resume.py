@@ -28,6 +28,7 @@ from helpers.run_helpers import (
     write_recipe,
 )
 from helpers.tiny_models import calling_folder, tiny_folder
+from helpers.vision_models import colour_rows, vision_folder
 
 STEPS = 8
 PROMPTS = 80
@@ -230,6 +231,7 @@ KINDS = {
         "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
         learns_from_a_teacher,
     ),
+    "images": Kind("tiny.toml --model vision --task dataset --path colours.jsonl --record.tokens true"),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
     "step, lora": Kind("Guess.toml --rank 2 --precision bf16 --kl-coefficient 0.02", converses, DURING_A_CONVERSATION),
@@ -322,6 +324,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = recipe.read_text().replace('[[rewards]]\nname = "digits"\n', "")
     (place / "two_digits.toml").write_text(text.replace("rewards.py:count_digits", "two_digits.py:two_digits"))
     calling_folder(place / "calling")
+    vision_folder(place / "vision", "qwen2_vl")
+    colour_rows(place, PROMPTS)
     for environment in ("Guess", "Adder"):
         name = f"{Path(guessing.__file__)}:{environment}"
         own = recipe.read_text().partition("[[rewards]]")

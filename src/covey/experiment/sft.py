@@ -181,8 +181,8 @@ class SFTBuilder(SupervisedBuilder):
         if data.samples:
             write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
         policy, chat = load_trainable(config, machine)
-        module, tokenizer = policy.module, chat.tokenizer
-        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+        module = policy.module
+        write_folders(store.run_dir, lambda folder: save_architecture(module, chat, folder / ARCHITECTURE_FOLDER))
         policy = policy.with_outputs(weights=divide_alone(policy, config.model, config.cluster, team))
         criterion = Likelihood(policy, batch_of)
         trainer = build_trainer(
@@ -204,7 +204,7 @@ class SFTBuilder(SupervisedBuilder):
 
             def save(run_dir: Path) -> None:
                 write(run_dir / MODEL_FOLDER)
-                tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+                chat.save(run_dir / MODEL_FOLDER)
 
             return save
 
@@ -247,6 +247,7 @@ def sampled_examples(config: RunConfig, machine: Machine, team: Team) -> Data:
     sft, notes = config.sft, list[str]()
     groups: list[Group] = []
     with opened_problem(config) as problem:
+        problem.refuse_images("covey sft")
         loaded = load_policy(config, machine)
         model_config = loaded.policy.module.config
         problem = problem.fit(loaded.chat, model_config, notes.append)
