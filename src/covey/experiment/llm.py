@@ -338,13 +338,8 @@ def build_llm_algorithm(
             config.algorithm,
             replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
             max_length=config.rollout_limit,
-            entropy_coefficient=loss.entropy_coefficient,
             credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
             gamma=loss.gamma,
-            lam=loss.gae_lambda,
-            whiten=loss.whiten,
-            value_coefficient=loss.value_coefficient,
-            value_clip=loss.value_clip,
         )
     )
     if config.teacher.model:

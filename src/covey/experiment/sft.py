@@ -84,10 +84,6 @@ class Data:
         parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
         return {"examples": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
-    def held_out_batches(self, size: int) -> Iterator[list[EncodedExample]]:
-        """The held-out examples in batches."""
-        return (self.held_out[begin : begin + size] for begin in range(0, len(self.held_out), size))
-
 
 def train_sft(
     config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Split[Example] | None = None
@@ -199,7 +195,8 @@ class SFTBuilder(SupervisedBuilder):
             return shuffled_batches(alone, sft.batch_size, seed=config.seed, epochs=sft.epochs, done=done)
 
         def held_out() -> dict[str, float]:
-            parts = data.held_out_batches(sft.batch_size)
+            begins = range(0, len(data.held_out), sft.batch_size)
+            parts = (data.held_out[begin : begin + sft.batch_size] for begin in begins)
             return {"loss": mean_loss(criterion, parts, team)} if data.held_out else {}
 
         def collect() -> Callable[[Path], None]:

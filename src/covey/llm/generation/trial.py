@@ -119,7 +119,8 @@ class Trial:
         (again,) = PlainPasses(self.module).after([sequence])
         if not _agree(again, whole):
             raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
-        hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
+        is_no_decoder = getattr(self.module.config, "is_decoder", True) is False
+        hint = "set is_decoder = true in its config.json" if is_no_decoder else "choose another model"
         raise ConfigError(
             f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
             f"an autoregressive language model; {hint}"
@@ -395,10 +396,6 @@ def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:
             configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [(config, config._attn_implementation_internal) for config in configs.values()]
-
-
-def _is_no_decoder(module: PreTrainedModel) -> bool:
-    return getattr(module.config, "is_decoder", True) is False
 
 
 def _first_line(error: Exception) -> str:
