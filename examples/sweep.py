@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from covey import GRPOTrainer
 from covey.llm.rewards.numbers import digits
 from covey.llm.tasks import Arithmetic
-from covey.tracking.statistics import bootstrap_interval
+from covey.tracking.statistics import mean_fraction
 
 TINY = "tiny"
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -79,7 +79,8 @@ def sweep(
             runs = [trainer_for(model, group_size, clip_epsilon, steps, seed).train() for seed in range(seeds)]
             seconds = (time.perf_counter() - began) / seeds
             rewards = [fmean(metrics["reward/mean"] for metrics in run[-LAST:]) for run in runs]
-            low, high = bootstrap_interval(rewards)
+            estimate = mean_fraction(rewards)  # a reward is between 0 and 1
+            low, high = estimate["low"], estimate["high"]
             every = [metrics for run in runs for metrics in run]
             clipped = fmean(metrics["clip/low"] + metrics["clip/high"] for metrics in every)
             dead = fmean(metrics["groups/zero_advantage_fraction"] for metrics in every)

@@ -44,6 +44,7 @@ myst_dmath_allow_space = myst_dmath_allow_digits = False
 myst_heading_anchors = 4  # as GitHub makes them
 suppress_warnings = ["myst.header"]  # README begins with levels of its own
 
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
@@ -143,8 +144,9 @@ def navigation() -> str:
     groups = {"Documentation": ["docs/README"]}
     for section in re.split(r"^## ", index, flags=re.M)[1:]:
         pages = re.findall(r"\]\(([\w/.-]+)\.md[)#]", section)
-        groups[section.partition("\n")[0]] = [str((ROOT / "docs" / page).resolve().relative_to(ROOT)) for page in pages]
-    groups["Reference"] = [f"docs/api/{package}" for package in API]
+        paths = [str((ROOT / "docs" / page).resolve().relative_to(ROOT)) for page in pages]
+        groups[section.partition("\n")[0]] = [path for path in paths if not path.startswith("docs/zh/")]
+    groups["Python"] = [f"docs/api/{package}" for package in API]
     every = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("docs/**/*.md"))
     groups["中文"] = [page for page in every if page.startswith("docs/zh/")]
     known = {page for group in groups.values() for page in group}
@@ -196,10 +198,14 @@ SIGNATURE = re.compile(r'<dl>\n((?:<dd><em class="sig-param">.*</dd>\n)+)</dl>')
 def make_accessible(app: Sphinx, name: str, template: str, context: dict[str, Any], *_: Any) -> None:
     """What axe-core finds in pages by Sphinx and Furo: lists without terms, headings without a level, and parts that
     scroll but cannot be reached with the keyboard."""
-    body = SIGNATURE.sub(lambda found: found[1].replace("dd>", "span>"), context.get("body", ""))
+    body = SIGNATURE.sub(one_for_each_line, context.get("body", ""))
     context["body"] = re.sub(r'<(pre|div class="(?:table-wrapper|math)[^"]*")', r'<\1 tabindex="0"', body)
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
+def one_for_each_line(found: re.Match[str]) -> str:
+    return found[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
 
 
 def write_front_page(app: Sphinx, error: Exception | None) -> None:

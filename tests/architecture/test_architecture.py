@@ -30,7 +30,7 @@ OPENED_PLAINLY = (
     "experiment/export.py: card.read_text(",  # the card of the model that the user names
     "experiment/reward_models.py: open(self.path",  # of the pairs that this process writes
     "experiment/reward_models.py: open(name",  # a data file that the user names
-    "tracking/diagnosis/diagnosis.py: Path(__file__)",
+    "tracking/diagnosis/__init__.py: Path(__file__)",
     "tracking/metrics.py: Path(__file__)",
     "tracking/rollout_export.py: open(file, 'x'",  # a new file
     "tracking/run_folder.py: Path('/proc/locks')",

@@ -35,6 +35,14 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert citation["url"] == PROJECT["urls"]["Documentation"]
 
 
+def test_both_builds_of_torch_have_one_version_and_hashes() -> None:
+    locks = [(ROOT / name).read_text() for name in ("torch.lock", "torch-cpu.lock")]
+    assert len({re.findall(r"^torch==([\d.]+)", lock, re.M)[0] for lock in locks}) == 1
+    for name in ("requirements.lock", "torch.lock", "torch-cpu.lock", "model.lock", "triton.lock", "bitsandbytes.lock"):
+        lines = (ROOT / name).read_text().replace("\\\n", "").splitlines()
+        assert [line for line in lines if not line.startswith("#") and "--hash=sha256:" not in line] == []
+
+
 def test_workflows_try_every_python_that_is_allowed() -> None:
     allowed = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", name)}
     text = (ROOT / ".github/workflows/ci.yml").read_text()

@@ -22,11 +22,6 @@ D = 3
 SPACES = {"two": Discrete(2), "five": Discrete(5), "several": MultiDiscrete((2, 3, 4))}
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    toy_envs.register()
-
-
 def make_policy(space: str, seed: int = 1, normaliser: Any = None) -> ControlPolicy:
     policy = ControlPolicy(D, SPACES[space], masked=True, hidden=(8,), normaliser=normaliser, seed=seed)
     generator = torch.Generator().manual_seed(seed)

@@ -15,16 +15,10 @@ from covey.control.reward_scaling import RewardScale
 from covey.control.sampler import ResetSeeds
 from covey.data import Group, Rollout, Start, collate
 from covey.runtime.rng import BRANCHING, SAMPLING, uniforms
-from helpers import counting_environment, toy_envs
+from helpers import toy_envs
 from helpers.counting_environment import COUNTING
 
 SEED, GAMMA, HORIZON, STARTS, SIZE = 4, 0.9, 5, 5, 4
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    counting_environment.register()
-    toy_envs.register()
 
 
 def sampler_on(

@@ -14,16 +14,10 @@ from covey.control.reward_scaling import RewardScale
 from covey.control.sampler import FragmentSampler, ResetSeeds
 from covey.data import Batch, EndReason, Group, collate
 from covey.train.state import Components
-from helpers import counting_environment, toy_envs
+from helpers import toy_envs
 from helpers.counting_environment import COUNTING
 
 SLOTS, STEPS, ROUNDS = 3, 7, 6
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    counting_environment.register()
-    toy_envs.register()
 
 
 def counting(kind: str = "sync", **more: int) -> Environments:

@@ -23,11 +23,6 @@ from helpers import toy_envs
 H = 6
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    toy_envs.register()
-
-
 def make_policy(size: int, actions: int = 2, *, masked: bool = False, normalised: bool = False) -> ControlPolicy:
     normaliser = RunningMeanStd(size) if normalised else None
     if normaliser is not None:

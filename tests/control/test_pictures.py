@@ -19,11 +19,6 @@ from covey.experiment.control import ControlBuilder
 from helpers import toy_envs
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    toy_envs.register()
-
-
 @pytest.mark.parametrize(
     ("shape", "planes"),
     [

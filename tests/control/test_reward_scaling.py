@@ -7,16 +7,10 @@ from covey.control.branch_sampler import BranchSampler
 from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
 from covey.control.sampler import EpisodeSampler, FragmentSampler, ResetSeeds
 from covey.data import EndReason, Group
-from helpers import counting_environment, toy_envs
+from helpers import toy_envs
 from helpers.counting_environment import COUNTING
 
 GAMMA = 0.9
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    counting_environment.register()
-    toy_envs.register()
 
 
 def by_hand(episodes: list[list[float]]) -> np.ndarray:

@@ -12,18 +12,12 @@ from covey.control.rollout_buffer import ActionRng, collect_episodes
 from covey.control.sampler import EpisodeSampler, ResetSeeds, reset_seeds
 from covey.data import EndReason, Group, Rollout, collate
 from covey.runtime.rng import SAMPLING, uniforms
-from helpers import counting_environment, toy_envs
+from helpers import toy_envs
 from helpers.contracts import TaskContract
 from helpers.counting_environment import COUNTING
 
 SEED, STARTS, SIZE = 11, 3, 4
 NAMES = ["CartPole-v1", toy_envs.NOISY, toy_envs.TARGET, COUNTING]
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    counting_environment.register()
-    toy_envs.register()
 
 
 def sample(

@@ -55,7 +55,6 @@ NOT_RUN = {
     ".venv/bin/python benchmarks/bench.py language --help": "belongs to the repository, not to what is installed",
     ".venv/bin/python benchmarks/curves.py": "takes an hour, in the repository",
     ".venv/bin/python benchmarks/uneven.py": "takes minutes, in the repository",
-    ".venv/bin/python benchmarks/grading.py": "takes a minute, in the repository",
     ".venv/bin/python benchmarks/reward_hacking.py --frozen 'runs/frozen-*' --retrained 'runs/retrained-*'": "belongs "
     "to the repository, not to what is installed",
     "covey export runs/arithmetic_grpo-001@60 my_model_60": "the run of this test has two steps",

@@ -10,39 +10,19 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from helpers import guessing
+from helpers.examples import SFT_RECIPE, write_examples, write_rows
 from helpers.run_helpers import Moment, covey, files
 from helpers.tiny_models import tiny_folder
 
-RECIPE = """
-model = "tiny"
-precision = "fp32"
-threads = 1
-
-[sft]
-data = "data.jsonl"
-epochs = 2
-batch_size = 4
-learning_rate = 1e-2
-warmup_steps = 2
-
-[checkpoint]
-every = 2
-"""
 STEPS = 10  # of two epochs over 18 examples
 CLOCKED = {"metrics.jsonl", "summary.json", "covey.lock", "origin.json", "config.toml"}
-
-
-def lines(path: Path, *rows: Any) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
     tiny_folder(folder / "tiny")
-    (folder / "sums.toml").write_text(RECIPE)
-    pairs = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 6) for b in range(4)]
-    lines(folder / "data.jsonl", *pairs)
+    write_examples(folder, "tiny")
     return folder
 
 
@@ -88,8 +68,8 @@ def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_
 
 @pytest.mark.slow
 def test_a_recipe_with_a_task_gives_the_whole_command_that_goes_on(place):
-    recipe = RECIPE + '[task]\nname = "arithmetic"\n[[rewards]]\nname = "numeric"\n[sampling]\ngroup_size = 2\n'
-    (place / "both.toml").write_text(recipe)
+    task = '[task]\nname = "arithmetic"\n[[rewards]]\nname = "numeric"\n[sampling]\ngroup_size = 2\n'
+    (place / "both.toml").write_text(SFT_RECIPE.format(model="tiny") + task)
     words = ["--epochs", "1", "--learning-rate", "1e-3", "--batch-size", "20", "--held-out-fraction", "0"]
     code, said = covey("sft", "both.toml", *words, "--run-dir", "warm", cwd=place)
     assert code == 0, said
@@ -157,7 +137,7 @@ def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(rows, words, told, place):
-    lines(place / "bad.jsonl", *rows)
+    write_rows(place / "bad.jsonl", rows)
     weights = place / "tiny" / "model.safetensors"
     content = weights.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
@@ -296,7 +276,7 @@ def test_rollouts_of_a_run_are_examples_with_their_tokens(whole, place):
     ("words", "told"),
     [
         (["sums.toml", "--data", "samples"], "no task: add a [task] table"),
-        (["samples.toml", "--held-out-path", "data.jsonl"], "sft.held_out_path is set, and of samples a fraction"),
+        (["samples.toml", "--held-out-path", "sums.jsonl"], "sft.held_out_path is set, and of samples a fraction"),
         (["samples.toml", "--keep", "worst"], "sft.keep must be best or all"),
         (["samples.toml", "--task.operators", "[]"], "task.operators"),
         *(

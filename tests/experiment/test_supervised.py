@@ -21,6 +21,7 @@ from covey.tracking.diagnosis import diagnose
 from covey.tracking.trackers import Position, Row, TrackedRun
 from covey.watch.answers import Answers
 from covey.watch.library import Library
+from helpers.examples import write_examples
 from helpers.tiny_models import tiny_folder
 
 RECIPE = """
@@ -42,7 +43,7 @@ max_new_tokens = 2
 problems = 2
 
 [sft]
-data = "data.jsonl"
+data = "sums.jsonl"
 epochs = 3
 batch_size = 18
 learning_rate = 1e-2
@@ -59,25 +60,16 @@ COMMANDS = {
     "reward-model train": ["reward-model", "train", "pairs.jsonl", *OF_REWARD_MODELS],
 }
 SUPERVISED = {"sft": "sft", "reward-model train": "reward_model"}  # command -> first part of its metrics' names
-CHANGED = {"train": "", "sft": "data.jsonl", "reward-model train": "pairs.jsonl"}
+CHANGED = {"train": "", "sft": "sums.jsonl", "reward-model train": "pairs.jsonl"}
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny_folder(tmp_path / "tiny")
     (tmp_path / "tiny.toml").write_text(RECIPE)
-    sums = [(a, b) for a in range(1, 6) for b in range(4)]
-    write(tmp_path / "data.jsonl", [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums])
-    write(
-        tmp_path / "pairs.jsonl",
-        [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums],
-    )
+    write_examples(tmp_path, "tiny")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture

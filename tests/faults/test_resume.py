@@ -14,6 +14,7 @@ import pytest
 from covey.config.recipe import write_config
 from helpers import guessing, toy_envs
 from helpers.cases import slow_unless
+from helpers.examples import write_examples
 from helpers.iterative_runs import STEPS as ITERATIVE_STEPS
 from helpers.iterative_runs import WAYS, write_iterative_recipes
 from helpers.kills import Draw, Kills, anywhere, inside
@@ -27,6 +28,7 @@ from helpers.run_helpers import (
     write_recipe,
 )
 from helpers.tiny_models import calling_folder, tiny_folder
+from helpers.vision_models import colour_rows, vision_folder
 
 STEPS = 8
 PROMPTS = 80
@@ -54,19 +56,6 @@ CONVERSATION = """
 environment = "{environment}"
 turns = 3
 total_tokens = 60
-"""
-EXAMPLES = """
-model = "model"
-precision = "fp32"
-threads = 1
-[sft]
-data = "sums.jsonl"
-epochs = 2
-batch_size = 4
-learning_rate = 1e-2
-warmup_steps = 2
-[checkpoint]
-every = 2
 """
 SAMPLES = (
     "sft tiny.toml --data samples --count 12 --samples-per-prompt 4 --min-reward 0.2 --keep all --sft.batch-size 1 "
@@ -242,6 +231,7 @@ KINDS = {
         "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
         learns_from_a_teacher,
     ),
+    "images": Kind("tiny.toml --model vision --task dataset --path colours.jsonl --record.tokens true"),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
     "step, lora": Kind("Guess.toml --rank 2 --precision bf16 --kl-coefficient 0.02", converses, DURING_A_CONVERSATION),
@@ -334,6 +324,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = recipe.read_text().replace('[[rewards]]\nname = "digits"\n', "")
     (place / "two_digits.toml").write_text(text.replace("rewards.py:count_digits", "two_digits.py:two_digits"))
     calling_folder(place / "calling")
+    vision_folder(place / "vision", "qwen2_vl")
+    colour_rows(place, PROMPTS)
     for environment in ("Guess", "Adder"):
         name = f"{Path(guessing.__file__)}:{environment}"
         own = recipe.read_text().partition("[[rewards]]")
@@ -341,25 +333,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / f"{environment}.toml").write_text(
             own[0] + "[sampling]" + rest[2] + CONVERSATION.format(environment=name)
         )
-    write_examples(place)
+    write_examples(place, "model")
     return place
-
-
-def write_examples(place: Path) -> None:
-    """A recipe and data of `covey sft`, and data of reward models."""
-    (place / "sums.toml").write_text(EXAMPLES)
-    sums = [(a, b) for a in range(1, 6) for b in range(4)]
-    tables = {
-        "sums": [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums],
-        "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums],
-        "grades": [{"prompt": f"{a}+{b}=", "completion": str(a + b + b % 2), "grade": b % 2 == 0} for a, b in sums],
-        "steps": [
-            {"prompt": f"{a}+{b}=", "completions": ["add", str(a + b + b % 2)], "labels": [True, b % 2 == 0]}
-            for a, b in sums
-        ],
-    }
-    for name, rows in tables.items():
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def runs(name: str, place: Path) -> Kills:
@@ -470,14 +445,6 @@ def test_a_run_that_starts_from_another_takes_over_its_critic(trunk: str, place:
     assert code == 0, output
     assert "the critic continues from" in output
     assert reproducible_metrics(place / f"next {trunk}")[0]["value/mean"] != 0
-
-
-@pytest.mark.slow
-def test_ppo_goes_on_from_a_run_of_grpo_with_a_new_critic(place: Path) -> None:
-    words = ("--algorithm", "ppo", "--steps", "1", "--model", runs("GRPO", place).whole)
-    code, output = covey("train", "tiny.toml", *words, "--run-dir", "then ppo", cwd=place)
-    assert code == 0, output
-    assert reproducible_metrics(place / "then ppo")[0]["value/mean"] == 0
 
 
 @pytest.mark.slow

@@ -78,10 +78,6 @@ def shown_alone(words: list[str]) -> bool:
     return is_name or any(word.isupper() for word in words) or words[-1] in last
 
 
-OWN_REWARD = """
-def mine(prompts, completions, completion_ids, **columns):
-    return [float(len(completion[0]["content"]) % 7) for completion in completions]
-"""
 TINY_CONFIG = {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
                "num_attention_heads": 4, "intermediate_size": 64}  # fmt: skip
 # What a page leaves to its reader.
@@ -90,7 +86,6 @@ OWN_FILES = {
         "prompts.jsonl": "".join(
             json.dumps({"prompt": [{"role": "user", "content": thing}]}) + "\n" for thing in "abcdefghijkl"
         ),
-        "rewards.py": OWN_REWARD,
     },
     "docs/memory.md": {
         "path/to/config.json": json.dumps(TINY_CONFIG),

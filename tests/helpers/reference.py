@@ -18,6 +18,7 @@ from covey.config.recipe import (
     PACKAGED_RECIPES,
     describe_fields,
     describe_recipe,
+    foreign_names,
     packaged_recipes,
     read_tables,
     root_of,
@@ -70,6 +71,12 @@ RUNS_HEAD = """
 
 Training score, mean of the first and of the last five steps. `tests/tracking/diagnosis` has the records.
 """
+NAMES_HEAD = """# Names of other libraries
+
+As an option or a field, each of these names is answered with covey's. [migrate.md](../migrate.md) has the differences
+in meaning.
+"""
+LIBRARIES = ("TRL", "verl", "OpenRLHF", "Unsloth", "vLLM", "stable-baselines3", "cleanrl")
 COMMANDS_HEAD = """# Commands
 
 `covey COMMAND --help` prints the same. Commands that take fields of a recipe as options say so; the fields are in
@@ -115,6 +122,15 @@ def checks() -> str:
     return CHECKS_HEAD + "\n" + checks_table() + ALARMS_HEAD + "\n" + alarms_table() + RUNS_HEAD + "\n" + runs_table()
 
 
+def names() -> str:
+    text = NAMES_HEAD
+    for library in LIBRARIES:
+        found = {name: one for name, one in foreign_names().items() if library in one.libraries.split(", ")}
+        rows = ((f"`{name}`", ", ".join(f"`{field}`" for field in one.fields), one.note) for name, one in found.items())
+        text += f"\n## {library}\n" + table((library, "covey", "difference, or why there is none"), rows)
+    return text
+
+
 def commands() -> str:
     _, parsers = build_parser()
     text = COMMANDS_HEAD
@@ -144,6 +160,7 @@ def _words(action: argparse.Action) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics, "fields.md": fields, "recipes.md": recipes, "checks.md": checks, "commands.md": commands,
+    "names.md": names,
 }  # fmt: skip
 
 if __name__ == "__main__":

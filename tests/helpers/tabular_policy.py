@@ -3,13 +3,14 @@
 Shape legend: B rollouts, T decisions, V actions.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start
+from covey.data import Batch, EndReason, Group, PolicyOutput, Rollout, Start, collate
 
 ACTIONS = 5
 CONTEXTS = 4
@@ -160,4 +161,13 @@ def random_groups(seed: int = 0, count: int = 4, size: int = 4, longest: int = 6
             made.behavior_logprobs = (-3 * torch.rand(length, generator=source)).tolist()
             rollouts.append(made)
         groups.append(Group(Start(index=index, prompt=index), rollouts))
+    return groups
+
+
+def off_policy_groups(policy: ToyPolicy) -> list[Group]:
+    """A right and a wrong decision, which the policy makes 4 times and half as often as the sampler did."""
+    groups = [Group(Start(0, 0), [Rollout(0, [a], [0.0], EndReason.STOP, reward=r) for a, r in ((0, 1.0), (3, 0.0))])]
+    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
+    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
+        item.behavior_logprobs = [logprob - math.log(ratio)]
     return groups

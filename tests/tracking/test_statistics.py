@@ -9,7 +9,6 @@ import pytest
 from covey.tracking.statistics import (
     accuracy,
     best_at_k,
-    bootstrap_interval,
     mean_fraction,
     mean_score,
     pass_at_k,
@@ -57,18 +56,6 @@ def test_pass_at_k_survives_large_numbers() -> None:
     assert pass_at_k(1000, 50, 100) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match="1 <= k <= n"):
         pass_at_k(4, 1, 5)
-
-
-def test_bootstrap_is_repeatable_and_as_wide_as_the_normal_interval() -> None:
-    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
-    low, high = bootstrap_interval(values, seed=4)
-    assert (low, high) == bootstrap_interval(values, seed=4)
-    assert (low, high) != bootstrap_interval(values, seed=5)
-    half = 1.96 * values.std() / math.sqrt(len(values))
-    assert low == pytest.approx(values.mean() - half, abs=0.03)
-    assert high == pytest.approx(values.mean() + half, abs=0.03)
-    with pytest.raises(ValueError, match="at least one"):
-        bootstrap_interval([])
 
 
 def test_an_accuracy_has_wilsons_interval() -> None:

@@ -244,7 +244,7 @@ def build(
     """A run, and what it recorded. The learning rate is large, so that the ratios leave the clip range."""
     policy = ToyPolicy(seed=None)
     world = kind(policy)
-    algorithm = build_algorithm(name, loss, entropy_coefficient=loss.entropy_coefficient)
+    algorithm = build_algorithm(name, loss)
     control = build_entropy_control(name, loss)
     coefficient = Coefficient(algorithm.kl.coefficient)
     learner = PolicyLearner(

@@ -19,7 +19,7 @@ from covey.config import LossBase, RunConfig
 from covey.config.llm import IterationConfig, ReferenceConfig
 from covey.core import kl, schedules
 from covey.core.ratios import ImportanceWeights
-from covey.data import Batch, EndReason, Group, ReferenceUpdater, Rollout, Start, collate
+from covey.data import Batch, Group, ReferenceUpdater, Start, collate
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient
 from covey.experiment.llm import build_reference_updater
 from covey.runtime.ema import EMAWeights
@@ -31,7 +31,7 @@ from covey.train.learners import PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.state import Components, LoopConfig, load_checkpoint
 from helpers.loop_world import PolicyWorld, go
-from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, rollout
+from helpers.tabular_policy import ACTIONS, Recorder, ToyPolicy, off_policy_groups, rollout
 from helpers.updates import one_update
 
 ROLLOUTS = 2 * ACTIONS
@@ -263,12 +263,7 @@ def stepped(algorithm: Algorithm, batch: Batch, plan: UpdatePlan = UpdatePlan())
 
 
 def test_mismatch_metrics_by_hand():
-    policy = ToyPolicy(seed=1)
-    groups = [Group(Start(0, 0), [Rollout(0, [0], [0.0], EndReason.STOP, reward=1.0),
-                                  Rollout(0, [3], [0.0], EndReason.STOP, reward=0.0)])]  # fmt: skip
-    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
-    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
-        item.behavior_logprobs = [logprob - math.log(ratio)]  # trainer over sampler
+    groups = off_policy_groups(ToyPolicy(seed=1))
     algorithm = replace(grpo(kl=KLPenalty()), importance=ImportanceWeights(cap=2.0))
     for plan in (UpdatePlan(), UpdatePlan(epochs=2)):
         metrics = stepped(algorithm, collate(groups), plan)
@@ -288,11 +283,7 @@ def test_mismatch_metrics_by_hand():
 def test_bounds_leave_decisions_out_of_the_surrogate_and_not_of_its_denominator():
     """Two decisions with the ratios 4 and 1/2: the gradients of each alone sum to that of both."""
     policy = ToyPolicy(seed=1)
-    groups = [Group(Start(0, 0), [Rollout(0, [0], [0.0], EndReason.STOP, reward=1.0),
-                                  Rollout(0, [3], [0.0], EndReason.STOP, reward=0.0)])]  # fmt: skip
-    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
-    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
-        item.behavior_logprobs = [logprob - math.log(ratio)]
+    groups = off_policy_groups(policy)
 
     def gradient(weights: ImportanceWeights) -> Tensor:
         algorithm = replace(grpo(kl=KLPenalty()), importance=weights)

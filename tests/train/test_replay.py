@@ -31,7 +31,7 @@ from covey.train.state import Progress, load_checkpoint
 from helpers.enumeration import COMPLETIONS, PROMPTS, ListedPolicy, graded, probabilities, summed, true_gradient
 from helpers.gradients import make
 from helpers.loop_world import World, build, never
-from helpers.tabular_policy import Recorder, ToyPolicy, random_groups, rollout
+from helpers.tabular_policy import Recorder, ToyPolicy, off_policy_groups, random_groups, rollout
 from helpers.updates import learners_of, one_update
 
 WEIGHTS = ImportanceWeights(cap=2.0)
@@ -249,11 +249,7 @@ def test_the_weight_of_a_group_in_the_loss_is_kept():
 
 def test_metrics_of_the_weights_by_hand():
     policy = ToyPolicy(seed=1)
-    groups = [Group(Start(0, 0), [Rollout(0, [a], [0.0], EndReason.STOP, reward=r)
-                                  for a, r in ((0, 1.0), (3, 0.0))])]  # fmt: skip
-    logprobs = policy.evaluate(collate(groups)).logprobs_BT[:, 0].tolist()
-    for item, logprob, ratio in zip(groups[0].rollouts, logprobs, (4.0, 0.5), strict=True):
-        item.behavior_logprobs = [logprob - math.log(ratio)]
+    groups = off_policy_groups(policy)
     for plan in PLANS[:1], [UpdatePlan(epochs=2)]:
         steps = plan[0].optimizer_steps(1)
         rows = ready(live(1), groups, optimizer_steps=steps).batch()

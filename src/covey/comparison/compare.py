@@ -383,7 +383,9 @@ class ParallelRunner:
         failures: dict[str, str] = {}
         waiting = list(jobs)
         running: list[_Running] = []
-        with self._progress() as progress, _one_thread_each(self.at_once), safe_path(), _terminated_as_interrupted():
+        # Runs that share the cores multiply with one thread each; a process reads this when it loads NumPy.
+        one_thread_each = variable("OPENBLAS_NUM_THREADS", "1") if self.at_once > 1 else nullcontext()
+        with self._progress() as progress, one_thread_each, safe_path(), _terminated_as_interrupted():
             total = progress.add_task("all runs", total=sum(job.config.steps for job in jobs))
             try:
                 while waiting or running:
@@ -490,16 +492,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextmanager
-def _one_thread_each(at_once: int) -> Iterator[None]:
-    """Limit the threads of NumPy's products if several runs share the cores.
-
-    The processes read this when they load NumPy, so it cannot be set in them.
-    """
-    with variable("OPENBLAS_NUM_THREADS", "1") if at_once > 1 else nullcontext():
-        yield
 
 
 @contextmanager

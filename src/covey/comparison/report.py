@@ -57,6 +57,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     for label, runs in comparison.runs.items():
         finals = [run.final for run in runs]
         worst = min(runs, key=lambda run: run.final)
+        shared = [name for name in runs[0].ending if all(name in run.ending for run in runs)]
         recipes[label] = {
             "seeds": len(runs),
             "final": {str(run.seed): run.final for run in runs},
@@ -66,7 +67,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
             "peak_bytes": median(run.peak_bytes for run in runs),
             "seconds": median(float(run.spent[SECONDS][-1]) for run in runs),
             "seconds_per_thousand": median(run.seconds_per_thousand for run in runs),
-            "ending": {name: [run.ending[name] for run in runs] for name in _shared_metrics(runs)},
+            "ending": {name: [run.ending[name] for run in runs] for name in shared},
         }
         if label in thresholds:
             recipes[label] |= _describe_thresholds(thresholds[label], comparison.wording)
@@ -87,11 +88,6 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "command": comparison.command,
         "machine": comparison.machine,
     }
-
-
-def _shared_metrics(runs: Sequence[SeedRun]) -> list[str]:
-    """The metrics of the last steps that every seed has, in the order of the first."""
-    return [name for name in runs[0].ending if all(name in run.ending for run in runs)]
 
 
 def find_thresholds(comparison: Comparison) -> dict[str, list[Threshold]]:

@@ -334,8 +334,9 @@ def machine_error(error: BaseException, path: str | Path = "") -> MachineError |
         return None
     text = " ".join(str(error).split())
     code = _code(error)
-    if isinstance(error, MemoryError) or code == errno.ENOMEM or (code is None and _lacks_memory(error, text)):
-        return MemoryFault(_shortened(text) or "MemoryError")
+    lacks_memory = code is None and isinstance(error, (RuntimeError, ImportError)) and _NO_MEMORY.search(text)
+    if isinstance(error, MemoryError) or code == errno.ENOMEM or lacks_memory:
+        return MemoryFault((text if len(text) <= 120 else text[:120] + "...") or "MemoryError")
     if code is None:
         return None
     name = getattr(error, "filename", None) or path
@@ -385,14 +386,6 @@ def _code(error: BaseException) -> int | None:
         return error.errno
     found = _NAMED_CODE.search(str(error)) if isinstance(error, Exception) else None
     return int(found[1] or found[2]) if found else None
-
-
-def _lacks_memory(error: BaseException, text: str) -> bool:
-    return isinstance(error, (RuntimeError, ImportError)) and bool(_NO_MEMORY.search(text))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 120 else text[:120] + "..."
 
 
 LARGEST_FILE = 256 << 20  # bytes of a file that is read whole

@@ -19,6 +19,7 @@ from covey.config.fields import command
 from covey.config.files import MemoryFault, read_below
 from covey.config.model_sources import CONFIG_FILE
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
+from covey.config.rules import put
 from covey.config.sft import RewardModelTraining
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE, resuming_command
@@ -124,7 +125,7 @@ def start(launch: Launch, config: Config, changes: Mapping[str, Any], *, keep_fo
     """
     if not launch.recipe:
         for name, value in ({} if keep_folder else {"run_dir": ""} | dict(changes)).items():
-            config = _with(config, name, value)
+            config = config if value is None else put(config, name, value)
         if launch.own_conversation and isinstance(config, RunConfig):
             config = replace(config, conversation=ConversationConfig())
         return _call("run", python_of(config), launch)
@@ -251,15 +252,6 @@ def read_launch(run_dir: Path) -> Launch | None:
 def _names(typed: str, field: str) -> bool:
     """True if `--typed` on a command line is the field with this dotted name."""
     return typed.replace("-", "_") in (field, field.rpartition(".")[2])
-
-
-def _with(config: Any, name: str, value: Any) -> Any:
-    section, _, leaf = name.rpartition(".")
-    if value is None:
-        return config
-    if section:
-        return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
-    return replace(config, **{leaf: value})
 
 
 def _call(function: str, first: str, launch: Launch) -> str:

@@ -42,6 +42,7 @@ from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePl
 from covey.train.pace import Pace, TimeBudget
 
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}
+OF_LOSS = ("entropy_coefficient", "whiten", "value_coefficient", "value_clip")  # arguments with the name of a field
 READ_ELSEWHERE = ("mask_truncated", "credit")  # fields of [loss]: the first of RunConfig, the second of ControlConfig
 
 
@@ -51,7 +52,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     Args:
         name: a key of `ALGORITHMS`.
         loss: the [loss] table of either kind of run.
-        options: further arguments of the algorithm's function; those that it does not have are ignored.
+        options: arguments that [loss] does not have; those that the algorithm's function does not take are ignored.
 
     Raises:
         ConfigError: if a clip range is set and the algorithm does not clip.
@@ -63,6 +64,7 @@ def build_algorithm(name: str, loss: LossBase, **options: Any) -> Algorithm:
     estimator = KL_ESTIMATORS[loss.kl_estimator] if loss.kl_estimator else default.placement.estimator
     schedule = schedules.constant(coefficient, warmup_steps=loss.kl_warmup_steps)
     penalty = KLPenalty(schedule, _kl_placement(loss.kl_to, estimator))
+    options |= {field: getattr(loss, field) for field in OF_LOSS} | {"lam": loss.gae_lambda}
     chosen = {name: value for name, value in options.items() if name in parameters}
     for field in ("clip_low", "clip_high", "dual_clip"):
         value = getattr(loss, field)

@@ -129,12 +129,7 @@ class ControlBuilder(ExperimentBuilder):
             config.algorithm,
             replace(config.loss, importance_cap=importance_cap(config.loss, config.replay)),
             max_length=self.longest_rollout,
-            entropy_coefficient=config.loss.entropy_coefficient,
             gamma=gamma,
-            lam=config.loss.gae_lambda,
-            whiten=config.loss.whiten,
-            value_coefficient=config.loss.value_coefficient,
-            value_clip=config.loss.value_clip,
             credit=CREDITS[config.loss.credit](gamma),
         )
 

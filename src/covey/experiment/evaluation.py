@@ -17,6 +17,7 @@ from covey.experiment.job import Evaluation
 from covey.experiment.models import load_policy
 from covey.experiment.plan import fits_this_machine
 from covey.experiment.problem import Completions, build_problem, build_rollout_kind, opened_problem
+from covey.llm.data.images import ImagePrompt
 from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
@@ -263,7 +264,8 @@ def evaluate_model(
     left_out: list[str] = []
     groups: list[Group] = []
     with opened_problem(config) as problem:
-        loaded = load_policy(config, build_machine(config.device, config.precision, config.threads))
+        machine = build_machine(config.device, config.precision, config.threads)
+        loaded = load_policy(config, machine, problem.image_prompt)
         problem = problem.fit(loaded.chat, loaded.policy.module.config, left_out.append, training=False)
         sampler = replace(problem.kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         with Display() as display, display.progress("answering", len(problem.held_out)) as advance:
@@ -350,6 +352,7 @@ def sample_groups(
     kind = build_rollout_kind(config)
     graders: list[RewardGrader] = []
     notes: list[str] = []
+    example: ImagePrompt | None = None
     try:
         if prompt is not None:
             start = Start(0, [{"role": "user", "content": prompt}], dict(columns))
@@ -359,9 +362,10 @@ def sample_groups(
             if problem >= len(found.held_out):
                 raise ConfigError(f"there is no held-out problem {problem}: the last is {len(found.held_out) - 1}")
             start = found.held_out[problem]
+            example = found.image_prompt
         if (described := find_chat(config.model)) is not None:
             _refuse_long(config, kind, start, *described)
-        loaded = load_policy(config, build_machine("auto", config.precision, 0))
+        loaded = load_policy(config, build_machine("auto", config.precision, 0), example)
         sampler = replace(kind.sampler(loaded.sampler), temperature=temperature, truncation=truncation)
         (group,) = sampler.sample([start], n, step=0)
         failures = [rollout.failure for rollout in group.rollouts if rollout.failure]
@@ -397,8 +401,12 @@ def precision_of(model: str) -> str:
     return config.precision if isinstance(config, RunConfig) else "auto"
 
 
-def report_backend(config: RunConfig) -> str:
+def report_backend(config: RunConfig, example: ImagePrompt | None) -> str:
     """Load the model of a run and describe the backend that is chosen for it. Nothing is downloaded.
+
+    Args:
+        config: of the run.
+        example: as of `load_trainable`.
 
     Raises:
         ConfigError: if the model cannot be loaded or trained.
@@ -411,4 +419,5 @@ def report_backend(config: RunConfig) -> str:
         config = replace(config, model=str(folder))
     if not fits_this_machine(config):
         return f"{config.model} was not loaded, because a run needs more memory than this machine has: {later}"
-    return load_policy(config, build_machine(config.device, config.precision, config.threads)).policy.backend.describe()
+    machine = build_machine(config.device, config.precision, config.threads)
+    return load_policy(config, machine, example).policy.backend.describe()

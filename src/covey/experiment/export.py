@@ -64,7 +64,7 @@ def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
     cpu = torch.device("cpu")
     name = resolve_checkpoint(name)
     dtype = choose_precision(precision_of(name), cpu)
-    loaded = load_model(name, dtype=dtype, device=cpu)
+    loaded = load_model(name, dtype=dtype, device=cpu, family=None)
     tokenizer, licence = loaded.chat.tokenizer, licence_of(base_of(name))
     plans = [plan_gguf(loaded.module, tokenizer, gguf)] if gguf else []
     files = [Path(f"{folder.absolute().name}-{plan.kind.upper()}.gguf") for plan in plans]
@@ -73,7 +73,7 @@ def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
 
     def save(draft: Path) -> None:
         loaded.module.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+        loaded.chat.save(draft)
         if card:
             (draft / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
         for plan, file in zip(plans, files, strict=True):
@@ -103,16 +103,16 @@ def export_adapter(name: str, folder: Path) -> Exported:
         )
     dtype, base = choose_precision(precision_of(name), cpu), str(origin.config_tables["model"])
     if holds_adapter(source):
-        loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=cpu)
+        loaded, adapter = load_adapted_checkpoint(source, dtype=dtype, device=cpu, family=None)
     else:
-        loaded = load_model(base, dtype=dtype, device=cpu)
+        loaded = load_model(base, dtype=dtype, device=cpu, family=None)
         saved = origin.run_dir / ADAPTER_FOLDER
         adapter = add_adapter(loaded.module, read_adapter_config(saved, LoRAConfig(load_in_4bit=origin.in_4bit)))
         load_adapter(adapter, saved)
 
     def save(draft: Path) -> None:
         save_adapter(adapter, base, draft)
-        loaded.chat.tokenizer.save_pretrained(draft)
+        loaded.chat.save(draft)
 
     return _exported(adapter.parameters, save, folder, dtype, base=base)
 

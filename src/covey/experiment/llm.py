@@ -41,7 +41,7 @@ from covey.experiment.models import (
     with_outputs,
 )
 from covey.experiment.plan import sampling_room, with_vllm_memory
-from covey.experiment.problem import Problem, build_problem, build_rollout_kind
+from covey.experiment.problem import WITH_IMAGES, Problem, build_problem, build_rollout_kind
 from covey.experiment.resuming import read_origin
 from covey.experiment.reward_models import build_reward_trainer
 from covey.llm.critic import LanguageCritic
@@ -126,6 +126,8 @@ class LLMBuilder(ExperimentBuilder):
         try:
             self.problem = build_problem(self.config, task, rewards, kind)
             self._open.callback(lambda: self.problem.grader.close())
+            if team.size > 1 and self.problem.image_prompt is not None:
+                raise ConfigError(f"{WITH_IMAGES} several ranks do not exchange: start one")
             self.algorithm = build_llm_algorithm(config, self.problem.grader.weights, algorithm)
         except BaseException:
             self._open.close()
@@ -277,13 +279,13 @@ class LLMBuilder(ExperimentBuilder):
 
     def _load(self, store: RunStore, display: Display) -> LoadedPolicy:
         """Load the policy, and write config and tokenizer into the run folder; checkpoints have the weights only."""
-        loaded = load_policy(self.config, self.chosen)
+        loaded = load_policy(self.config, self.chosen, self.problem.image_prompt)
         loaded.policy, loaded.adaptation = adapt(loaded.policy, self.config)
         loaded.sampler = self.problem.kind.sampler(loaded.sampler)
         loaded.adaptation.check_architecture(store.shared_dir / ARCHITECTURE_FOLDER)
 
         def save(folder: Path) -> None:
-            save_architecture(loaded.policy.module, loaded.chat.tokenizer, folder / ARCHITECTURE_FOLDER)
+            save_architecture(loaded.policy.module, loaded.chat, folder / ARCHITECTURE_FOLDER)
             loaded.adaptation.save_architecture(folder / ARCHITECTURE_FOLDER)
 
         write_folders(store.run_dir, save)
@@ -312,7 +314,7 @@ def _collect(models: Models, loaded: LoadedPolicy, iterated: Sequence[IteratedRe
     def save(run_dir: Path) -> None:
         for folder, write in collected:
             write(run_dir / folder)
-        loaded.chat.tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+        loaded.chat.save(run_dir / MODEL_FOLDER)
         for trained in iterated:
             trained.save(run_dir / REWARD_MODEL_FOLDER)
 
@@ -336,13 +338,8 @@ def build_llm_algorithm(
             config.algorithm,
             replace(loss, kl_coefficient=config.kl_coefficient, importance_cap=importance_cap(loss, config.replay)),
             max_length=config.rollout_limit,
-            entropy_coefficient=loss.entropy_coefficient,
             credit=outcome_of_each_reward(reward_weights) if each else CREDITS[loss.credit],
             gamma=loss.gamma,
-            lam=loss.gae_lambda,
-            whiten=loss.whiten,
-            value_coefficient=loss.value_coefficient,
-            value_clip=loss.value_clip,
         )
     )
     if config.teacher.model:

@@ -40,10 +40,13 @@ from covey.config.model_sources import (
 )
 from covey.data import Team
 from covey.llm.critic import AdapterCritic, LanguageCritic, SharedTrunkValues
-from covey.llm.generation.backend import Backend, Sampling, find_kernels
+from covey.llm.data.images import ImagePrompt
+from covey.llm.generation.backend import Backend, Sampling, choose_backend, find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import Truncation
 from covey.llm.model.chat import Chat
+from covey.llm.model.files import CAUSAL, IMAGES
+from covey.llm.model.images import never_sample_places
 from covey.llm.model.loading import find_skeleton, load_chat, load_checkpoint_weights, load_model
 from covey.llm.model.logprobs import MinimumLength
 from covey.llm.model.lora import (
@@ -262,11 +265,18 @@ class LoadedPolicy:
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in the format of transformers."""
         self.policy.save(folder)
-        self.chat.tokenizer.save_pretrained(folder)
+        self.chat.save(folder)
 
 
-def load_trainable(config: RunConfig, machine: Machine) -> tuple[LanguagePolicy, Chat]:
+def load_trainable(
+    config: RunConfig, machine: Machine, example: ImagePrompt | None = None
+) -> tuple[LanguagePolicy, Chat]:
     """The model of a config as a policy, and its chat template.
+
+    Args:
+        config: of the run.
+        machine: that it runs on.
+        example: a prompt of the run with images, with which the model is tried; None: there is none.
 
     Raises:
         ConfigError: if it cannot be found or loaded.
@@ -274,20 +284,25 @@ def load_trainable(config: RunConfig, machine: Machine) -> tuple[LanguagePolicy,
     with ThreadPoolExecutor(1) as executor:
         executor.submit(find_kernels, machine.device, machine.dtype)  # may compile, which takes about 20 s
         in_4bit = config.lora.load_in_4bit
-        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device, in_4bit=in_4bit)
-    policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens)
+        family = CAUSAL if example is None else IMAGES
+        loaded = load_model(config.model, dtype=machine.dtype, device=machine.device, in_4bit=in_4bit, family=family)
+    chat, backend = loaded.chat.with_config(config.chat), None
+    if example is not None:
+        never_sample_places(loaded.module)
+        backend = choose_backend(loaded.module, chat.encode(example))
+    policy = LanguagePolicy(loaded.module, microbatch_tokens=config.update.microbatch_tokens, backend=backend)
     if config.update.recompute:
         recompute_layers(policy.module)
-    return policy, loaded.chat.with_config(config.chat)
+    return policy, chat
 
 
-def load_policy(config: RunConfig, machine: Machine) -> LoadedPolicy:
-    """Load the model of a run.
+def load_policy(config: RunConfig, machine: Machine, example: ImagePrompt | None = None) -> LoadedPolicy:
+    """Load the model of a run; for the arguments, see `load_trainable`.
 
     Raises:
         ConfigError: if it cannot be found or loaded.
     """
-    policy, chat = load_trainable(config, machine)
+    policy, chat = load_trainable(config, machine, example)
     sampling = config.sampling
     policy.temperature, policy.minimum = sampling.temperature, MinimumLength(sampling.min_new_tokens, chat.end_ids)
     sampler = LanguageSampler(

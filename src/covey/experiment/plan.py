@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from covey.config import CRITIC_FREE, ConfigError, LoRAConfig, RunConfig, UpdateConfig
+from covey.config import CRITIC_FREE, ConfigError, DatasetConfig, LoRAConfig, RunConfig, UpdateConfig
 from covey.config.fields import plural
 from covey.config.machine import memory_bytes, ranks_of_machine
 from covey.config.recipe import apply_overrides, config_from_dict, split_overrides
@@ -25,6 +25,8 @@ from covey.config.rules import validate
 from covey.config.sft import SFT_ALGORITHM, RewardModelTraining
 from covey.data import Team
 from covey.experiment.advice import ADAPTER_RANK
+from covey.llm.data.images import ImagePrompt
+from covey.llm.data.rows import read_rows
 from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
 from covey.llm.memory.estimate import (
     PROMPT_TOKENS,
@@ -39,7 +41,7 @@ from covey.llm.memory.estimate import (
     predict,
     trained_parameters,
 )
-from covey.llm.model.loading import find_model
+from covey.llm.model.loading import find_chat, find_model
 from covey.llm.native.bindings import may_have_kernels
 from covey.llm.reward_models.loading import count_parameters
 from covey.llm.tasks import default_rewards
@@ -197,7 +199,20 @@ def _plan_here(config: RunConfig) -> MemoryPlan | None:
     model_config = find_model_config(config.model)
     if model_config is None:
         return None
-    return plan_of(read_dimensions(model_config, config.model), config, Place.of(config))
+    size = read_dimensions(model_config, config.model)
+    return plan_of(size, config, Place.of(config), _prompt_tokens(config))
+
+
+def _prompt_tokens(config: RunConfig) -> int:
+    """PROMPT_TOKENS, or as many as the first prompt with images of the data has, if that is more."""
+    if not isinstance(config.task, DatasetConfig):
+        return PROMPT_TOKENS
+    rows = read_rows(config.task.sources[0], config.task.columns)
+    prompts = [row.prompt for row in rows if isinstance(row.prompt, ImagePrompt)]
+    found = find_chat(config.model) if prompts else None
+    if found is None:
+        return PROMPT_TOKENS
+    return max(PROMPT_TOKENS, len(found[0].with_config(config.chat).encode(prompts[0])))
 
 
 def sampling_room(config: RunConfig) -> int | None:

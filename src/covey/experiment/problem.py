@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.config import ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
+from covey.config import CRITIC_FREE, ConfigError, EnvironmentTaskConfig, RewardConfig, RunConfig
 from covey.config.fields import plural, printable
 from covey.config.files import user_path
 from covey.config.named_modules import search_path
@@ -19,6 +20,7 @@ from covey.llm.conversation.processes import EnvironmentProcesses, copied_enviro
 from covey.llm.conversation.sampler import ConversationSampler, environment_seed, first_messages, transcript
 from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tools import Tool
+from covey.llm.data.images import ImagePrompt
 from covey.llm.grader import RewardGrader, build_grader, check_answers, right_rollout, rows_of_every_kind
 from covey.llm.model.chat import Chat, Message
 from covey.llm.model.loading import find_chat
@@ -30,8 +32,10 @@ from covey.llm.teacher import OF_GROUP, TeacherPrompts, asked
 from covey.runtime.worker.process import CallError
 from covey.runtime.worker.sessions import Session
 
+WITH_IMAGES = "the prompts have images, which"
 DESCRIBE_SECONDS = 60.0  # to describe tools, which imports transformers
 ROWS_SECONDS = 300.0  # to send the prompts of an adapter
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")  # the placeholders of an image
 
 
 class Completions:
@@ -257,6 +261,18 @@ class Problem:
         """Counts of the task since the last call."""
         return self.task.metrics() if isinstance(self.task, FittingTask) else {}
 
+    @property
+    def image_prompt(self) -> ImagePrompt | None:
+        """The first prompt with images; None if there is none."""
+        rows = self.task.rows if isinstance(self.task, PromptDataset) else self.held_out
+        prompts = (row.prompt for row in rows)
+        return next((prompt for prompt in prompts if isinstance(prompt, ImagePrompt) and prompt.pictures), None)
+
+    def refuse_images(self, what: str) -> None:
+        """Raises ConfigError if a prompt has images, which `what` cannot read."""
+        if self.image_prompt is not None:
+            raise ConfigError(f"{WITH_IMAGES} {what} does not read: use covey train, or other data")
+
     def prompt_as_read(self) -> list[str]:
         """The first held-out prompt as the model reads it: with the chat template, the system text, the tools and the
         first observation of the environment that was tried; also as a teacher with a prompt of its own does. [] if the
@@ -275,8 +291,9 @@ class Problem:
         shown = []
         for reader, prompt in readers.items():
             ids = (limit.encode or chat.encode)(prompt)
-            lines = printable(str(chat.tokenizer.decode(list(ids)))).split("\n")
-            shown += [f"{reader} reads the first held-out prompt as {plural(len(ids), 'token')}:", *lines, ""]
+            text = _REPEATED.sub(_counted, str(chat.tokenizer.decode(list(ids))))
+            read = f"{reader} reads the first held-out prompt as {plural(len(ids), 'token')}{_images_of(prompt)}:"
+            shown += [read, *printable(text).split("\n"), ""]
         return shown
 
     def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
@@ -384,11 +401,40 @@ def build_problem(
         check_answers(grader.rewards, rows)
         kinds = rows_of_every_kind(rows) if isinstance(task, PromptDataset) else []
         others = [Start(0, row.prompt, row.columns, place=row.place) for row in (kinds if len(kinds) > 1 else ())]
+        problem = Problem(config, kind, task, grader, held_out)
+        if problem.image_prompt is not None and (fault := _images_fault(config)):
+            raise ConfigError(f"{WITH_IMAGES} {fault}, or remove the column with images from the data")
         grader.check(task.draw(config.seed, 1, 2, first=0, before=0), kind.example, others)
     except ConfigError:
         grader.close()
         raise
-    return Problem(config, kind, task, grader, held_out)
+    return problem
+
+
+def _counted(run: re.Match[str]) -> str:
+    """Repeated placeholders as one and their number."""
+    return f"{run[1]} x {len(run[0]) // len(run[1])} "
+
+
+def _images_of(prompt: Any) -> str:
+    """The images of a prompt with their sizes; "" if it has none."""
+    pictures = prompt.pictures if isinstance(prompt, ImagePrompt) else ()
+    sizes = ", ".join("{} x {}".format(*picture.open().size) for picture in pictures)
+    return f", with {plural(len(pictures), 'image')} ({sizes} pixels)" if pictures else ""
+
+
+def _images_fault(config: RunConfig) -> str:
+    """What of a run takes no images in prompts, with the remedy; "" if it takes them."""
+    faults = (
+        (config.has_conversations, "conversations do not show: remove conversation.environment"),
+        (config.sampler.kind != "local", 'servers are not sent: set sampler.kind = "local"'),
+        (config.algorithm not in CRITIC_FREE, 'a critic does not read: set algorithm = "grpo"'),
+        (any(reward.model for reward in config.rewards), "a reward model does not read: name another reward"),
+        (config.teacher.model, "a teacher does not read: remove [teacher]"),
+        (config.replay.groups, "replay does not keep: remove [replay]"),
+        (config.lora.load_in_4bit, "are not tried with weights in 4 bits: set lora.load_in_4bit = false"),
+    )
+    return next((fault for found, fault in faults if found), "")
 
 
 def _has_answers(task: Task) -> bool:

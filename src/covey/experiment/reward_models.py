@@ -344,6 +344,7 @@ def label_completions(config: RunConfig, options: LabelOptions, output: Path) ->
                 "the task's reward is not always 1 or 0, so it cannot verify completions: name a binary reward in "
                 "[[rewards]], such as numeric, or your own function with binary = true"
             )
+        problem.refuse_images("covey reward-model")
         machine = build_machine(config.device, config.precision, config.threads)
         loaded = load_policy(config, machine)
         completer = _completer(config, options.completer, machine, loaded)

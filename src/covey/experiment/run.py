@@ -171,9 +171,11 @@ def check(config: RunConfig | ControlConfig) -> list[str]:
     if isinstance(config, RunConfig):
         from covey.experiment.evaluation import report_backend
         from covey.experiment.llm import LLMBuilder
+        from covey.llm.model.files import CAUSAL, IMAGES
         from covey.llm.model.loading import check_model_files
 
         assert isinstance(builder, LLMBuilder)
-        check_model_files(config.model)
-        return [*builder.problem.prompt_as_read(), *builder.notes, report_backend(config)]
+        example = builder.problem.image_prompt
+        check_model_files(config.model, CAUSAL if example is None else IMAGES)
+        return [*builder.problem.prompt_as_read(), *builder.notes, report_backend(config, example)]
     return list(builder.notes)

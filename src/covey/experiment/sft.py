@@ -84,10 +84,6 @@ class Data:
         parts = [[vars(example) for example in examples] for examples in (self.training, self.held_out)]
         return {"examples": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
-    def held_out_batches(self, size: int) -> Iterator[list[EncodedExample]]:
-        """The held-out examples in batches."""
-        return (self.held_out[begin : begin + size] for begin in range(0, len(self.held_out), size))
-
 
 def train_sft(
     config: RunConfig, run_dir: str | Path | Callable[[], Path], launch: Launch, examples: Split[Example] | None = None
@@ -185,8 +181,8 @@ class SFTBuilder(SupervisedBuilder):
         if data.samples:
             write_atomically(store.run_dir / EXAMPLES_FILE, data.samples)
         policy, chat = load_trainable(config, machine)
-        module, tokenizer = policy.module, chat.tokenizer
-        write_folders(store.run_dir, lambda folder: save_architecture(module, tokenizer, folder / ARCHITECTURE_FOLDER))
+        module = policy.module
+        write_folders(store.run_dir, lambda folder: save_architecture(module, chat, folder / ARCHITECTURE_FOLDER))
         policy = policy.with_outputs(weights=divide_alone(policy, config.model, config.cluster, team))
         criterion = Likelihood(policy, batch_of)
         trainer = build_trainer(
@@ -199,7 +195,8 @@ class SFTBuilder(SupervisedBuilder):
             return shuffled_batches(alone, sft.batch_size, seed=config.seed, epochs=sft.epochs, done=done)
 
         def held_out() -> dict[str, float]:
-            parts = data.held_out_batches(sft.batch_size)
+            begins = range(0, len(data.held_out), sft.batch_size)
+            parts = (data.held_out[begin : begin + sft.batch_size] for begin in begins)
             return {"loss": mean_loss(criterion, parts, team)} if data.held_out else {}
 
         def collect() -> Callable[[Path], None]:
@@ -207,7 +204,7 @@ class SFTBuilder(SupervisedBuilder):
 
             def save(run_dir: Path) -> None:
                 write(run_dir / MODEL_FOLDER)
-                tokenizer.save_pretrained(run_dir / MODEL_FOLDER)
+                chat.save(run_dir / MODEL_FOLDER)
 
             return save
 
@@ -250,6 +247,7 @@ def sampled_examples(config: RunConfig, machine: Machine, team: Team) -> Data:
     sft, notes = config.sft, list[str]()
     groups: list[Group] = []
     with opened_problem(config) as problem:
+        problem.refuse_images("covey sft")
         loaded = load_policy(config, machine)
         model_config = loaded.policy.module.config
         problem = problem.fit(loaded.chat, model_config, notes.append)

@@ -168,11 +168,13 @@ class LanguagePolicy:
         state = self.weights.state_dict(self.module)
         return partial(save_weights, self.module, dict(merged_tensors(self.module, state.items())))
 
-    def log_distribution(self, tokens_L: Tensor, decisions: int, early_T: Tensor | None = None) -> Tensor:
+    def log_distribution(
+        self, tokens_L: Tensor, decisions: int, early_T: Tensor | None = None, prompt: Sequence[int] = ()
+    ) -> Tensor:
         """logp_TV over the vocabulary at the last `decisions` tokens, by the model's own forward pass, in nats. Where
-        `early_T` is True, end tokens are excluded.
+        `early_T` is True, end tokens are excluded. The `prompt` of the tokens may have images.
         """
-        logits_TV = next_token_logits(self.module, tokens_L, decisions)
+        logits_TV = next_token_logits(self.module, tokens_L, decisions, prompt)
         if (excluded := self.minimum.excluded(early_T)) is not None:
             logits_TV = excluded.exclude(logits_TV.clone(), EVERY, EVERY)
         return exact_logprobs(logits_TV, self.temperature)
@@ -211,7 +213,7 @@ class LanguagePolicy:
     def _evaluate_row(self, batch: Batch, row: int, decisions: int, early_T: Tensor | None) -> dict[str, Tensor]:
         """The fields of `PolicyOutput` for one rollout, [T] each."""
         tokens_L = row_tokens(batch, row, decisions)
-        logp_TV = self.log_distribution(tokens_L, decisions, early_T)
+        logp_TV = self.log_distribution(tokens_L, decisions, early_T, batch.context[row])
         output_T = {
             "logprobs_BT": logp_TV.gather(1, tokens_L[-decisions:, None])[:, 0],
             "entropy_BT": -(logp_TV.exp() * logp_TV).sum(dim=1),
@@ -264,10 +266,11 @@ class KLToReference:
     ) -> dict[str, Tensor]:
         if not torch.is_grad_enabled():
             return {}
-        tokens_L = row_tokens(self.read(batch), row, len(logp_TV))
+        read = self.read(batch)
+        tokens_L = row_tokens(read, row, len(logp_TV))
         with torch.no_grad():
             other_TV = self.reference.weights.run(
-                lambda: self.reference.log_distribution(tokens_L, len(logp_TV), early_T)
+                lambda: self.reference.log_distribution(tokens_L, len(logp_TV), early_T, read.context[row])
             )
         return {self.name: kl.jensen_shannon(*over_common_tokens(logp_TV, other_TV), self.beta)}
 

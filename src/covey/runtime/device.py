@@ -274,7 +274,7 @@ def environment(device: torch.device, precision: torch.dtype) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "cpu": _cpu_model(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         WAITING: " ".join(f"{name}={value}" for name, value in waiting().items()) or "the library's choice",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -337,10 +337,6 @@ def _multiplies_bf16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     flags = cpu_info("flags") or cpu_info("Features")  # x86, ARM
     return torch.backends.mkldnn.is_available() and not _BF16_FLAGS.isdisjoint(flags.split())
-
-
-def _cpu_model() -> str:
-    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 @cache

@@ -56,7 +56,7 @@ from covey.tracking.run_folder import (
 )
 
 if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
-    from covey.data import StepRecord
+    from covey.data import Group, Rollout, RolloutCredit, Start, StepRecord
 
 _LAST_BYTES = 1 << 16  # read from the end of a file of rollouts: usually more than its last line
 
@@ -343,9 +343,6 @@ def _steps_in_words(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {words}"
 
 
-if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
-    from covey.data import StepRecord
-
 NOT_COMPARED = {"columns", "extra"}  # may have objects or times of the user's; training reads neither
 Digests = dict[str, str]  # key of a line -> checksum of its values in all lines
 
@@ -392,10 +389,6 @@ class RepeatedSteps:
                 f"resume (in {', '.join(different)}): the environment, a reward or the sampler is not repeatable, so "
                 "this run is not that of an uninterrupted one"
             )
-
-
-if TYPE_CHECKING:  # covey.data imports torch, and a mistake in a recipe is reported before that
-    from covey.data import Group, Rollout, RolloutCredit, Start
 
 
 def rollout_record(step: int, group: Group, rollout: Rollout, credit: RolloutCredit) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any
 Estimate = dict[str, Any]  # {"score": float, "low": float | None, "high": float | None, "count": int}
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
-BOOTSTRAP_DRAWS = 10_000
-DRAWN_AT_ONCE = 1_000_000  # values per chunk of the bootstrap, to bound the memory
 
 
 def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
@@ -58,39 +56,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if n - c < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-
-
-def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = BOOTSTRAP_DRAWS) -> tuple[float, float]:
-    """A 95 % percentile bootstrap interval of the mean of `values`, one value per independent problem or episode.
-
-    Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
-
-    Args:
-        values: one number per problem; answers to the same problem are not independent, so average them first.
-        seed: the same seed gives the same interval.
-        draws: number of bootstrap samples.
-
-    Returns:
-        (low, high); if all values are equal, both are that value.
-
-    Raises:
-        ValueError: if there are no values.
-    """
-    import numpy as np
-
-    data = np.asarray(values, dtype=np.float64)
-    if data.size == 0:
-        raise ValueError("the bootstrap needs at least one value")
-    generator = np.random.default_rng(seed)
-    at_once = max(1, DRAWN_AT_ONCE // data.size)
-    means = np.concatenate(
-        [
-            data[generator.integers(0, data.size, (min(at_once, draws - done), data.size))].mean(axis=1)
-            for done in range(0, draws, at_once)
-        ]
-    )
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:

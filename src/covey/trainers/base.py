@@ -22,6 +22,7 @@ from covey.config.machine import DEVICES
 from covey.config.model_sources import ADAPTER_FOLDER, check_four_bit
 from covey.data import EndReason, Group, Policy, Rollout, Start, Task
 from covey.llm.data.arrow import rows_as_written
+from covey.llm.data.images import ImagePrompt
 from covey.llm.data.rows import row_of
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.grader import build_grader
@@ -363,6 +364,10 @@ def read_prompts(prompts: Prompts) -> list[Start]:
         record = dict(given) if isinstance(given, Mapping) else {"prompt": given}
         ids = _token_ids(record.get("prompt"))
         row = row_of(f"prompts[{index}]", record if ids is None else record | {"prompt": "token ids"})
+        if isinstance(row.prompt, ImagePrompt):
+            raise ConfigError(
+                f"prompts[{index}] has images, which trainers do not read: use covey.run(config, task=rows)"
+            )
         starts.append(Start(index, row.prompt if ids is None else ids, row.columns))
     if not starts:
         raise ConfigError("prompts is empty: give at least one")

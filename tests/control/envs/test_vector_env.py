@@ -15,11 +15,6 @@ from helpers import counting_environment
 from helpers.counting_environment import COUNTING, PUSHED
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    counting_environment.register()
-
-
 def counting(kind: str, count: int = 3, **more: int) -> Environments:
     return make_environments(EnvironmentConfig(id=COUNTING, vectorization=kind, **more), count)
 

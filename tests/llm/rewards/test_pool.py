@@ -15,7 +15,7 @@ from covey.llm.rewards.runner import RewardPool
 from covey.runtime.worker.process import CallError, CallTimeout
 from helpers.graded import asked as group
 from helpers.graded import rewards_of
-from helpers.run_helpers import covey, reproducible_metrics, write_recipe
+from helpers.run_helpers import covey, is_running, reproducible_metrics, write_recipe
 from helpers.tiny_models import tiny_folder
 
 # A completion is the number of seconds for which the function works, or a fault.
@@ -83,13 +83,6 @@ def grader(file: Path) -> Iterator[Callable[..., RewardGrader]]:
 
 def completions(*texts: str) -> dict[str, list[str]]:
     return {"prompts": ["p"] * len(texts), "completions": list(texts)}
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- the pool ----

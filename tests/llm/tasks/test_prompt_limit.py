@@ -16,14 +16,10 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.llm.tasks import PromptDataset
 from covey.llm.tasks.prompt_limit import FittingTask, PromptLimit, length_fault, refuse_first_starts
+from helpers.examples import write_rows
 from helpers.tiny_models import tiny_folder, tiny_model, tiny_tokenizer
 
 LONG = "x" * 300  # the tiny model knows 256 positions, and its tokens are characters
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +67,9 @@ def test_a_line_that_is_too_long_is_named_by_check_and_before_a_run_loads_its_mo
     def asked(record):
         return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]} if chat else record
 
-    long = config(write(tmp_path / "train.jsonl", map(asked, rows(17))), model)
-    held_out = write(tmp_path / "held.jsonl", [asked(record) for record in rows(1, count=2)])
-    other = config(write(tmp_path / "fine.jsonl", map(asked, rows()[4:])), model, held_out=held_out)
+    long = config(write_rows(tmp_path / "train.jsonl", map(asked, rows(17))), model)
+    held_out = write_rows(tmp_path / "held.jsonl", [asked(record) for record in rows(1, count=2)])
+    other = config(write_rows(tmp_path / "fine.jsonl", map(asked, rows()[4:])), model, held_out=held_out)
     loaded = []
     monkeypatch.setattr("covey.experiment.models.load_model", lambda *args, **kwargs: loaded.append(args))
     for recipe, where in ((long, r"train\.jsonl line 18"), (other, r"held\.jsonl line 2")):
@@ -86,21 +82,21 @@ def test_a_line_that_is_too_long_is_named_by_check_and_before_a_run_loads_its_mo
 
 
 def test_lines_that_are_too_long_can_be_dropped_and_are_counted(tmp_path, model):
-    path = write(tmp_path / "train.jsonl", rows(3, 17))
+    path = write_rows(tmp_path / "train.jsonl", rows(3, 17))
     [note] = [note for note in check(config(path, model, policy="drop")) if "train.jsonl" in note]
     assert "; 2 lines dropped as too long for the model" in note
     world = LLMBuilder(config(path, model, policy="drop"))
     world.close()
     starts = [start for step in range(1, 8) for start in world.problem.task.draw(0, step, 4)]
     assert LONG not in {start.prompt for start in [*starts, *world.problem.held_out]}
-    everything = write(tmp_path / "long.jsonl", [{"prompt": LONG + str(i), "answer": "1"} for i in range(4)])
+    everything = write_rows(tmp_path / "long.jsonl", [{"prompt": LONG + str(i), "answer": "1"} for i in range(4)])
     with pytest.raises(ConfigError, match=r"every prompt of .*long\.jsonl is too long; .*long\.jsonl line \d"):
         LLMBuilder(config(everything, model, policy="drop"))
 
 
 def test_held_out_prompts_need_room_for_the_largest_token_limit(tmp_path, model):
-    held_out = write(tmp_path / "held.jsonl", [{"prompt": "y" * 200, "answer": "1"}])
-    path = write(tmp_path / "train.jsonl", rows())
+    held_out = write_rows(tmp_path / "held.jsonl", [{"prompt": "y" * 200, "answer": "1"}])
+    path = write_rows(tmp_path / "train.jsonl", rows())
     check(config(path, model, held_out=held_out))
     with pytest.raises(ConfigError, match=r"held\.jsonl line 1: a prompt of 200 tokens and max_new_tokens = 96"):
         check(config(path, model, held_out=held_out, limits=(96,)))
@@ -108,13 +104,13 @@ def test_held_out_prompts_need_room_for_the_largest_token_limit(tmp_path, model)
 
 def test_a_line_that_the_template_refuses_is_named(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
-    path = write(tmp_path / "d.jsonl", [{"prompt": "1+1"}, {"prompt": chat}, {"prompt": "2"}])
+    path = write_rows(tmp_path / "d.jsonl", [{"prompt": "1+1"}, {"prompt": chat}, {"prompt": "2"}])
     with pytest.raises(ConfigError, match=r"d\.jsonl line 2: .*no chat template"):
         PromptDataset(path=path, held_out_fraction=0.4).keep_fitting(*[limit(template=False)] * 2)
 
 
 def test_a_limit_that_leaves_no_room_says_so(tmp_path, model):
-    asked = config(write(tmp_path / "train.jsonl", rows()), model)
+    asked = config(write_rows(tmp_path / "train.jsonl", rows()), model)
     with pytest.raises(
         ConfigError, match=r"^a limit of 256 new tokens leaves no room for prompts in the model's 256 positions"
     ):

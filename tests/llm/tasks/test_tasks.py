@@ -1,7 +1,6 @@
 """The tasks: right answers, disjoint sides, draws that depend on their arguments alone, and broken data files."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -38,6 +37,7 @@ from covey.llm.tasks import (
 from covey.llm.tasks.arithmetic import problem_kind
 from covey.llm.tasks.environment import TRAINING_SEEDS
 from helpers.contracts import TaskContract
+from helpers.examples import write_rows
 
 GENERATED = {
     "arithmetic": Arithmetic(),
@@ -273,14 +273,9 @@ def test_word_problems_vary():
 # ---- JSONL ----
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 @pytest.fixture
 def numbered(tmp_path):
-    return write(tmp_path / "data.jsonl", [{"prompt": f"p{i}", "answer": i, "topic": "t"} for i in range(40)])
+    return write_rows(tmp_path / "data.jsonl", [{"prompt": f"p{i}", "answer": i, "topic": "t"} for i in range(40)])
 
 
 def test_jsonl_passes_every_column_on(numbered):
@@ -289,7 +284,7 @@ def test_jsonl_passes_every_column_on(numbered):
 
 
 def test_jsonl_keeps_equal_prompts_on_one_side(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i % 10}", "answer": i} for i in range(40)])
+    path = write_rows(tmp_path / "d.jsonl", [{"prompt": f"p{i % 10}", "answer": i} for i in range(40)])
     task = PromptDataset(path=path, held_out_fraction=0.3)
     held_out = [start.prompt for start in task.held_out(3)]
     assert len(set(held_out)) == 3
@@ -328,11 +323,11 @@ def test_jsonl_pass_ends_in_the_middle_of_a_step(numbered):
 
 
 def test_jsonl_held_out_file(tmp_path, numbered):
-    other = write(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    other = write_rows(tmp_path / "held.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
     task = PromptDataset(path=numbered, held_out_path=other)
     assert {start.prompt for start in task.held_out(2)} == {"x", "y"}
     assert len({start.prompt for start in task.draw(0, 1, 40)}) == 40
-    overlap = write(tmp_path / "overlap.jsonl", [{"prompt": "x"}, {"prompt": "p3"}])
+    overlap = write_rows(tmp_path / "overlap.jsonl", [{"prompt": "x"}, {"prompt": "p3"}])
     with pytest.raises(
         ConfigError, match=r"data\.jsonl line 4: this prompt is also in .*overlap\.jsonl line 2.*overlap"
     ):
@@ -348,7 +343,7 @@ def test_jsonl_held_out_file(tmp_path, numbered):
 
 @pytest.mark.parametrize(("prompts", "held_out"), [(2, 1), (3, 1), (12, 1), (15, 2), (40, 4)])
 def test_jsonl_files_of_any_size_hold_out_a_tenth_and_at_least_one(tmp_path, prompts, held_out):
-    path = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}"} for i in range(prompts)] * 2)
+    path = write_rows(tmp_path / "d.jsonl", [{"prompt": f"p{i}"} for i in range(prompts)] * 2)
     task = PromptDataset(path=path)
     assert len(task.held_out(256)) == held_out
     assert f"{prompts - held_out} different" in task.describe()
@@ -359,16 +354,16 @@ def test_jsonl_files_of_any_size_hold_out_a_tenth_and_at_least_one(tmp_path, pro
 
 
 def test_jsonl_with_one_prompt_says_what_to_do(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"prompt": "p"}, {"prompt": "p"}])
+    path = write_rows(tmp_path / "d.jsonl", [{"prompt": "p"}, {"prompt": "p"}])
     with pytest.raises(ConfigError, match=r"only one prompt, so none is left for evaluation: .*task.held_out_path"):
         PromptDataset(path=path)
-    other = write(tmp_path / "other.jsonl", [{"prompt": "q"}])
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "q"}])
     assert [start.prompt for start in PromptDataset(path=path, held_out_path=other).held_out(256)] == ["q"]
 
 
 def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
     chat = [{"role": "user", "content": "2 + 2?"}]
-    path = write(
+    path = write_rows(
         tmp_path / "d.jsonl",
         [
             {"data_source": "s", "prompt": chat, "reward_model": {"style": "rule", "ground_truth": "4"}},
@@ -389,7 +384,7 @@ def test_jsonl_takes_rows_of_verl_and_of_reasoning_gym(tmp_path):
 
 def test_which_roles_there_are_is_left_to_the_chat_template(tmp_path):
     chats = [[{"role": role, "content": "p"}] for role in ("wizard", "Küchenchef", "tool result", "r" * 64)]
-    path = write(tmp_path / "d.jsonl", [{"prompt": chat} for chat in chats])
+    path = write_rows(tmp_path / "d.jsonl", [{"prompt": chat} for chat in chats])
     task = PromptDataset(path=path, held_out_fraction=0.25)
     found = [start.prompt for start in (*task.draw(0, 1, 3), *task.held_out(1))]
     assert sorted(found, key=str) == sorted(chats, key=str)

@@ -13,8 +13,7 @@ from covey.cli.main import main
 from covey.config import ConfigError
 from covey.data import StepRecord
 from covey.tracking.console import Display
-from covey.tracking.diagnosis import CHECKS, Diagnosis, brief, conclusion, diagnose, diagnose_run
-from covey.tracking.diagnosis.diagnosis import STRIDE, sentence
+from covey.tracking.diagnosis import CHECKS, STRIDE, Diagnosis, brief, conclusion, diagnose, diagnose_run, sentence
 from covey.tracking.diagnosis.history import SETTLED
 from helpers.calls import count_calls
 

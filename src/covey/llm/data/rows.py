@@ -5,7 +5,7 @@ This module loads no torch, so that a mistake in the data is reported at once.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,7 @@ from covey.config.hub import HubData
 from covey.config.machine import memory_bytes
 from covey.config.named_modules import data_files, is_arrow
 from covey.llm.data.arrow import check_count, plain_record, read_arrow
+from covey.llm.data.images import COLUMNS, ImagePrompt, take_pictures, with_pictures
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 LONGEST_ROLE = 64  # characters
@@ -67,7 +68,8 @@ class Row:
     @property
     def content(self) -> str:
         """Key that is equal for equal prompts."""
-        return json.dumps(self.prompt, sort_keys=True)
+        images = self.prompt.digest if isinstance(self.prompt, ImagePrompt) else ""
+        return json.dumps(self.prompt, sort_keys=True) + images
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,11 @@ def _read_rows(
     path: str, file: Path, _version: tuple[tuple[int, ...], ...], columns: tuple[str, ...] = ()
 ) -> list[Row]:
     names = DatasetConfig(columns=columns).renamed
-    rows = [row_of(place, _with_names(record, names, place)) for place, record in _records(path, file)]
+    images = {names.get(name, name) for name in COLUMNS}
+    rows = [
+        row_of(place, _with_names(record, names, place), file if file.is_dir() else file.parent)
+        for place, record in _records(path, file, images)
+    ]
     if not rows:
         raise ConfigError(f"{path} is empty: it needs rows with a 'prompt', in JSONL one JSON object on each line")
     return rows
@@ -159,15 +165,15 @@ def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
     return records
 
 
-def _records(path: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the object of every row; blank lines are skipped."""
+def _records(path: str, file: Path, images: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the object of every row; blank lines are skipped. Columns of `images` may have bytes."""
     most = (memory_bytes() or 2**40) // MEMORY_PER_BYTE
     if HubData.read(path) or is_arrow(file):
         for number, row in read_arrow(file, path, most):
             place = f"{path} row {number}"
             with faults_at(place):
-                plain = plain_record(row)
-            yield place, plain
+                plain = plain_record({name: value for name, value in row.items() if name not in images})
+            yield place, plain | {name: row[name] for name in images if name in row}
         return
     if reader := OTHER_FORMATS.get(file.suffix.lower()):
         raise ConfigError(
@@ -209,20 +215,21 @@ def faults_at(place: str) -> Iterator[None]:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def row_of(place: str, record: Mapping[str, Any]) -> Row:
+def row_of(place: str, record: Mapping[str, Any], folder: Path = Path()) -> Row:
     """Check one row of a data set.
 
     Args:
         place: names the row in messages, such as "train.jsonl line 3".
+        folder: that names of image files begin at.
 
     Raises:
         ConfigError: with the place and the fault of the row.
     """
     with faults_at(place):
-        return Row(place, *_parts_of(record))
+        return Row(place, *_parts_of(record, folder))
 
 
-def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """The prompt of a row and its other columns. Raises ValueError with the fault of the row."""
     columns = dict(record)
     if "prompt" in columns:
@@ -234,6 +241,12 @@ def _parts_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
     if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
         prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
+    if pictures := take_pictures(columns, folder):
+        if isinstance(prompt, str):
+            raise ValueError(
+                "it has images, and its 'prompt' is a plain string: give chat messages, or name the column 'question'"
+            )
+        prompt = with_pictures(prompt, pictures) if isinstance(prompt, list) else prompt
     check_prompt(prompt)
     verl = columns.get("reward_model")
     if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:

@@ -15,6 +15,7 @@ from typing import Any
 
 from covey.config.files import shortened
 from covey.config.sft import SFTConfig
+from covey.llm.data.images import COLUMNS
 from covey.llm.data.rows import (
     Messages,
     Split,
@@ -85,6 +86,8 @@ def split_examples(config: SFTConfig, examples: list[Example]) -> Split[Example]
 
 def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:
     """Check one row. Raises ValueError with its fault."""
+    if images := next((name for name in COLUMNS if row.get(name) is not None), ""):
+        raise ValueError(f"it has the column {images!r}, and covey sft reads no images: remove the column")
     prompt, completion, messages = (
         name if row.get(name) is not None else ""
         for name in (config.prompt_column, config.completion_column, config.messages_column)

@@ -10,6 +10,7 @@ The rows are tried in this order:
 | padded cache    | `CacheDecoder`        | by row | other attention, and recurrent models whose state ignores padding |
 | cache by length | `CacheDecoder`        | by row | models that padding changes                                       |
 | no cache        | `FullForwardDecoder`  | by row | models whose cache does not give the numbers of a forward pass    |
+| cache by length | `CacheDecoder`        | by row | vision-language models in runs whose prompts have images          |
 | refused         |                       |        | random, not autoregressive, without a gradient, with other inputs |
 
 The layers depend on the dtype and on the instructions of the processor (`Kernels.instruction_set`):
@@ -39,6 +40,7 @@ logits of one plain forward pass over each sequence (`plain_forward.py`). The pr
 attention window in the config, because a window has no effect on shorter ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -144,10 +146,14 @@ def find_kernels(device: torch.device, dtype: torch.dtype | None = None) -> Kern
 
 
 @torch.no_grad()
-def choose_backend(module: PreTrainedModel) -> Backend:
+def choose_backend(module: PreTrainedModel, example: Sequence[int] = ()) -> Backend:
     """Choose the first row of the table that works for the model.
 
     If prompts are shared, this sets the model's attention implementation to covey's.
+
+    Args:
+        module: the model.
+        example: a prompt of the run with images, which then are sampled by a cache, by length; empty: there is none.
 
     Raises:
         ConfigError: if the model cannot be trained, in one line that names its architecture.
@@ -156,6 +162,12 @@ def choose_backend(module: PreTrainedModel) -> Backend:
     native = kernels.of(next(module.parameters()))
     instructions = None if native is None else native.instruction_set
     backend = Backend(type(module).__name__, Sampling.SHARED_PREFIX, kernels, instructions)
+    if example:
+        trial = Trial(module, example)
+        with in_fp32(module):
+            trial.refuse_unusable()
+        trial.refuse_without_gradient()
+        return _sampled_by_cache(backend, module, trial, (Sampling.CACHE_BY_LENGTH,))
     if native is not None and not (reason := obstacle(module, native.features)):
         found = _by_trial(replace(backend, sampling=Sampling.NATIVE), module)
         if isinstance(found, Backend):
@@ -189,13 +201,15 @@ def _by_trial(backend: Backend, module: PreTrainedModel) -> Backend | str:
     return trial.fault or "other logits" if by_kernels else _sampled_by_cache(backend, module, trial)
 
 
-def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -> Backend:
-    """The first cache decoder that gives the logits of the plain forward pass and runs in the model's dtype.
+def _sampled_by_cache(
+    backend: Backend, module: PreTrainedModel, trial: Trial, kinds: Sequence[Sampling] = SAMPLING_BY_CACHE
+) -> Backend:
+    """The first cache decoder of `kinds` that gives the logits of the plain forward pass and runs in the model's dtype.
 
     Raises:
         ConfigError: if there is none.
     """
-    for sampling in SAMPLING_BY_CACHE:
+    for sampling in kinds:
         backend = replace(backend, sampling=sampling)
         make_decoder = partial(backend.decoder, module)
         with in_fp32(module):
@@ -204,7 +218,8 @@ def _sampled_by_cache(backend: Backend, module: PreTrainedModel, trial: Trial) -
             short, long = (trial.state_bytes(make_decoder, length) for length in (4, 12))
             token_bytes = max((long - short) // 8, 1)
             return replace(backend, row_bytes=max(short - 4 * token_bytes, 0), token_bytes=token_bytes)
-    raise ConfigError(f"{type(module).__name__} cannot be sampled by covey: {trial.advice}")
+    fault = f" ({trial.fault})" if trial.example and trial.fault else ""
+    raise ConfigError(f"{type(module).__name__} cannot be sampled by covey{fault}: {trial.advice}")
 
 
 def _with_token_bytes(backend: Backend, module: PreTrainedModel) -> Backend:

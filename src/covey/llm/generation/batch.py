@@ -162,8 +162,7 @@ class ContinuousBatch:
         if begin == end:
             return []
         rows_each = 1 if self.decoder.can_fork else self.group_size
-        prompts = [list(prompt) for prompt in self.prompts[begin:end]]
-        logits_SV = self.decoder.prefill(prompts, rows_each, self.shared_prefix)
+        logits_SV = self.decoder.prefill(self.prompts[begin:end], rows_each, self.shared_prefix)
         new = np.arange(begin * self.group_size, end * self.group_size)
         new_branches = len(self.fed_B) + np.arange(len(new)) * rows_each // self.group_size
         self.open_R, self.branch_R = np.append(self.open_R, new), np.append(self.branch_R, new_branches)

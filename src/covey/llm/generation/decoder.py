@@ -46,7 +46,7 @@ class Decoder(Protocol):
     def free_rows(self) -> int:
         """Number of rows that can be added now."""
 
-    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], group_size: int, common: int | None = None) -> Tensor:
         """Append `group_size` rows for each prompt; returns logits_SV of the token after each prompt.
 
         `common` is the number of tokens that all prompts share and that are fed once, if the decoder can; None: chosen
@@ -93,7 +93,7 @@ PREFILL_TOKENS = {"cpu": 1 << 62, "cuda": 16384}
 
 
 def prefill_parts(
-    module: PreTrainedModel, prompts: list[list[int]], common: int | None = None
+    module: PreTrainedModel, prompts: Sequence[Sequence[int]], common: int | None = None
 ) -> Iterator[tuple[Tensor, PrefillLayout]]:
     """hidden_SW of the last token of each prompt, and the layout with keys and values, of prompts that are fed at once:
     at most PREFILL_TOKENS together, or one longer prompt."""
@@ -103,9 +103,9 @@ def prefill_parts(
         yield hidden_NW[layout.prompt_ends.to(module.device)], layout
 
 
-def parts_of(prompts: list[list[int]], tokens: int) -> list[list[list[int]]]:
+def parts_of(prompts: Sequence[Sequence[int]], tokens: int) -> list[list[Sequence[int]]]:
     """Consecutive prompts of at most `tokens` tokens together, or of one longer prompt."""
-    parts: list[list[list[int]]] = []
+    parts: list[list[Sequence[int]]] = []
     room = 0
     for prompt in prompts:
         if len(prompt) > room:
@@ -121,7 +121,7 @@ class PrefillLayout(PackedLayout):
 
     stores_prompts = True
 
-    def __init__(self, prompts: list[list[int]], device: torch.device, common: int | None = None) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device, common: int | None = None) -> None:
         super().__init__(prompts, device=device, common=common)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

@@ -4,6 +4,7 @@ the prompt.
 Shapes: S prompts, R rows, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from covey.llm.generation.decoder import PREFILL_TOKENS, PackedLinears
 from covey.llm.model.architecture import vocabulary_of
-from covey.llm.model.plain_forward import accepted
+from covey.llm.model.plain_forward import accepted, inputs_of
 from covey.runtime.device import device_kind
 
 
@@ -21,7 +22,7 @@ class CacheDecoder:
 
     Rows whose prompts have the same length are decoded together (a cohort), without padding. With `pads`, all rows are
     one cohort and shorter prompts are padded on the left, which is faster but only correct for models that ignore
-    masked tokens. Prompts of more than PREFILL_TOKENS together are several cohorts.
+    masked tokens. Prompts of more than PREFILL_TOKENS together are several cohorts, and a prompt with images is one.
     """
 
     compact_threshold = 0.125  # the removal of rows copies the state of the others
@@ -39,8 +40,9 @@ class CacheDecoder:
         return 0 if self.cohorts else self.rows
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], group_size: int, common: int | None = None) -> Tensor:
         lengths = [0 if self.pads else len(prompt) for prompt in prompts]
+        lengths = [-1 - i if hasattr(prompt, "inputs") else lengths[i] for i, prompt in enumerate(prompts)]
         numbers = torch.arange(len(prompts) * group_size, device=self.module.device).view(len(prompts), group_size)
         logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
@@ -88,6 +90,7 @@ def fed_together(rows: list[int], length: int, module: PreTrainedModel) -> list[
 
 # Names of the cache in the arguments and outputs of transformers' models.
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
+POSITIONS = "rope_deltas"
 
 
 class _Cohort:
@@ -101,15 +104,18 @@ class _Cohort:
         self.numbers_C = numbers_C  # indices of the cohort's rows in the decoder
         self.pads = pads
         self.cache: Any = None
+        # Some models keep on themselves how far the positions of a row are from its number of tokens.
+        self.models = [part for part in module.modules() if hasattr(part, POSITIONS)]
+        self.positions: list[Any] = [None for _ in self.models]
         self.mask_CL: Tensor | None = None  # 1 at tokens, 0 at padding
 
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """logits_SV of the token after each prompt."""
         device = self.module.device
         width = max(len(prompt) for prompt in prompts)
-        tokens_SP = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        tokens_SP = torch.tensor([[*[0] * (width - len(prompt)), *prompt] for prompt in prompts], device=device)
         if not self.pads:
-            return self._forward(tokens_SP)
+            return self._forward(tokens_SP, **inputs_of(prompts[0], width, self.module))
         lengths_S = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.mask_CL = (torch.arange(width, device=device) >= width - lengths_S[:, None]).long()
         return self._forward(tokens_SP, (self.mask_CL.cumsum(1) - 1).clamp(min=0))
@@ -130,13 +136,16 @@ class _Cohort:
         else:
             self.cache.reorder_cache(rows)
 
-    def _forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        arguments: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    def _forward(self, tokens: Tensor, positions: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1, **inputs}
         if positions is not None:
             arguments |= {"attention_mask": self.mask_CL, "position_ids": positions}
         if self.cache is not None:
             arguments |= dict.fromkeys(CACHE_NAMES, self.cache)
+        for part, kept in zip(self.models, self.positions, strict=True):
+            setattr(part, POSITIONS, kept)
         output = self.module(input_ids=tokens, **accepted(self.module, **arguments))
+        self.positions = [getattr(part, POSITIONS) for part in self.models]
         self.cache = next(output[name] for name in CACHE_NAMES if output.get(name) is not None)
         return output.logits[:, -1]
 
@@ -173,7 +182,7 @@ class FullForwardDecoder:
         return self.rows - len(self.tokens)
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], group_size: int, common: int | None = None) -> Tensor:
         self.tokens += [list(prompt) for prompt in prompts for _ in range(group_size)]
         return self._forward(prompts)
 
@@ -192,7 +201,7 @@ class FullForwardDecoder:
         widths = 16 * config.hidden_size + vocabulary_of(self.module)
         return sum(map(len, self.tokens)) * widths * self.module.dtype.itemsize
 
-    def _forward(self, rows: list[list[int]]) -> Tensor:
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         logits_by_prompt: dict[int, Tensor] = {}
         for length in sorted({len(row) for row in rows}):
             alike = [index for index, row in enumerate(rows) if len(row) == length]

@@ -177,7 +177,7 @@ class SharedPrefixDecoder:
         return self.rows if self.layout is None else 0
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], group_size: int, common: int | None = None) -> Tensor:
         hidden, parts = zip(*prefill_parts(self.module, prompts, common), strict=True)
         prompt_of_row = torch.arange(len(prompts), device=self.module.device).repeat_interleave(group_size)
         self.layout = _DecodingLayout(parts, prompt_of_row, self.device)

@@ -102,7 +102,7 @@ class SlotDecoder(ABC):
         return len(self.free)
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], group_size: int, common: int | None = None) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], group_size: int, common: int | None = None) -> Tensor:
         logits: list[Tensor] = []
         for hidden_SW, layout in prefill_parts(self.module, prompts, common):
             for prompt, length in enumerate(layout.prompt_lengths):

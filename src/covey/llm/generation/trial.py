@@ -3,7 +3,7 @@
 Shapes: L tokens of a sequence, R rows, S prompts, D decisions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,8 @@ from covey.llm.model.architecture import (
     vocabulary_of,
     windows_of,
 )
-from covey.llm.model.logprobs import hidden_states_for_actions, row_lengths, row_tokens
+from covey.llm.model.images import placeholders
+from covey.llm.model.logprobs import EXCLUDED_LOGIT, hidden_states_for_actions, row_lengths, row_tokens
 from covey.llm.model.plain_forward import PlainPasses, exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import IMPLEMENTATION
 from covey.llm.model.recompute import decoder_layers
@@ -43,8 +44,13 @@ MIN_TOKENS = 16  # minimal length of the longest row of a trial
 class Trial:
     """Random tokens, and the logits of the model's own forward pass."""
 
-    def __init__(self, module: PreTrainedModel, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: kernels compute the model's layers. Their own check tests long windows of attention."""
+    def __init__(self, module: PreTrainedModel, example: Sequence[int] = (), *, by_kernels: bool = False) -> None:
+        """
+        Args:
+            module: the model.
+            example: a prompt with images that decoders are tried with; empty: of a run without images.
+            by_kernels: kernels compute the model's layers. Their own check tests long windows of attention.
+        """
         self.module, self.by_kernels = module, by_kernels
         self.fault = ""  # of the last implementation that raised an exception
         self.attention = _attention_settings(module)
@@ -69,9 +75,11 @@ class Trial:
         pad = getattr(module.config, "pad_token_id", None)
         if isinstance(pad, int) and 0 <= pad < count:
             ids[::11] = [pad] * len(ids[::11])  # a policy treats it as any other token
-        self.ids = ids
+        if example:
+            ids = [id for id in ids if id not in placeholders(module.config)]
+        self.ids, self.example = ids, example
         self.device = module.device
-        self.plain = PlainPasses(module)
+        self.plain = PlainPasses(module, example)
 
     @property
     def advice(self) -> str:
@@ -111,7 +119,8 @@ class Trial:
         (again,) = PlainPasses(self.module).after([sequence])
         if not _agree(again, whole):
             raise ConfigError(f"{name} cannot be trained: two forward passes over the same tokens differ")
-        hint = "set is_decoder = true in its config.json" if _is_no_decoder(self.module) else "choose another model"
+        is_no_decoder = getattr(self.module.config, "is_decoder", True) is False
+        hint = "set is_decoder = true in its config.json" if is_no_decoder else "choose another model"
         raise ConfigError(
             f"{name} cannot be trained: its prediction of a token depends on the tokens after it, so it is not "
             f"an autoregressive language model; {hint}"
@@ -197,7 +206,9 @@ class Trial:
             make_decoder: makes the decoder.
             exact: compare the logits with those of the plain forward pass; otherwise only check that none is NaN.
         """
-        prompts = [self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]]
+        prompts: list[Sequence[int]] = [
+            self.example or self.ids[: self.longest], self.ids[self.longest : self.longest + max(3, self.window - 3)]
+        ]  # fmt: skip
         try:
             contexts, logits = _decode(make_decoder, prompts, self.ids[::-1])
             if not exact:
@@ -246,7 +257,7 @@ def attention_note(trial: Trial) -> str:
 
 
 def _decode(
-    make_decoder: MakeDecoder, prompts: list[list[int]], ids: list[int]
+    make_decoder: MakeDecoder, prompts: Sequence[Sequence[int]], ids: list[int]
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Decode a few rows of two prompts with tokens of `ids`; contexts, and the logits of the token after each."""
     decoder = make_decoder(4, 8)
@@ -283,7 +294,7 @@ def _agree(ours: Tensor, plain: Tensor) -> bool:
     ours, plain = exact_logprobs(ours), exact_logprobs(plain)
     if ours.shape != plain.shape:
         return False
-    finite = plain.isfinite()
+    finite = plain > EXCLUDED_LOGIT / 2
     scale = (plain - plain[finite].mean())[finite].abs().max()
     gap = torch.where(ours == plain, 0.0, ours - plain).abs().max()  # both may be -inf
     return bool(gap <= TOLERANCE * scale)
@@ -385,10 +396,6 @@ def _attention_settings(module: nn.Module) -> list[tuple[Any, str | None]]:
             configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [(config, config._attn_implementation_internal) for config in configs.values()]
-
-
-def _is_no_decoder(module: PreTrainedModel) -> bool:
-    return getattr(module.config, "is_decoder", True) is False
 
 
 def _first_line(error: Exception) -> str:

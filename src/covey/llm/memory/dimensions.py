@@ -16,7 +16,7 @@ from covey.config.model_sources import MODEL_CONFIG_FILE, ModelKind, locate_mode
 from covey.llm.generation.decoder import linear_layers, token_bytes, weights_of
 from covey.llm.generation.graph_decoder import rows_of_tile
 from covey.llm.model.architecture import GPU_FEATURES, Heads, is_llama_like, obstacle
-from covey.llm.model.files import check_config, config_of, read_model_config, reading, skeleton
+from covey.llm.model.files import check_config, config_of, family_of, read_model_config, reading, skeleton
 from covey.llm.model.gguf import read_gguf_config
 from covey.llm.model.lora import adaptable_paths, quantizable_layers
 
@@ -101,12 +101,13 @@ def read_dimensions(model_config: dict[str, Any], model: str = "of this config.j
     every architecture that it knows are counted exactly.
 
     Raises:
-        ConfigError: if the dict describes no causal language model that transformers knows.
+        ConfigError: if the dict describes no causal or vision-language model that transformers knows.
     """
     fields = {name: value for name, value in model_config.items() if name != "quantization_config"}
-    check_config(fields, model)
+    family = family_of(fields)
+    check_config(fields, model, family)
     config = config_of(fields, model)
-    module = skeleton(config, model)
+    module = skeleton(config, model, family)
     with reading(f"model {model}: its config.json describes no language model known here", "check it"):
         return _dimensions(config, module)
 

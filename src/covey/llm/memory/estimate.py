@@ -437,12 +437,9 @@ def activation_change(
     if recomputed:
         return tokens * (change // size.layers - last)
     # The embeddings are frozen, so the first norm has no backward pass.
-    first = fused_layers.residual_norm_bytes(size.hidden) if fused else _norm_input_bytes(size, itemsize)
+    of_input = size.hidden * (4 if size.has_rms_norm else itemsize)
+    first = fused_layers.residual_norm_bytes(size.hidden) if fused else of_input
     return tokens * (change - last - first)
-
-
-def _norm_input_bytes(size: Dimensions, itemsize: int) -> int:
-    return size.hidden * (4 if size.has_rms_norm else itemsize)
 
 
 def _unneeded_inputs(size: Dimensions, adapted: set[str], *, fused: bool) -> int:

@@ -6,13 +6,16 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from covey.config import ChatConfig, ConfigError
 from covey.llm.conversation.tool_calls import ToolCall, given_calls
+from covey.llm.data.images import ImagePrompt
 from covey.llm.model.chat_templates import TemplateFailed, render
+from covey.llm.model.images import ImageReader
 
 Message = Mapping[str, Any]
 ToolSchema = Mapping[str, Any]  # JSON schema of a function, as transformers' templates read it
@@ -41,6 +44,7 @@ class Chat:
         end_ids: frozenset[int],
         embedded: int | None = None,
         config: ChatConfig = NO_ADDITIONS,
+        folder: Path | None = None,
     ) -> None:
         """
         Args:
@@ -48,11 +52,13 @@ class Chat:
             end_ids: token ids that end a completion.
             embedded: number of token ids with an embedding; None: prompts are not checked.
             config: system prompt, examples and switches of the template.
+            folder: of the model's files, with which a processor of images may be; None: it has none.
         """
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.embedded = embedded
         self.config = config
+        self.images = None if folder is None else ImageReader(folder, tokenizer)
         self._template_options = config.assigned_options
         self._call_forms: dict[str, str] = {}
 
@@ -64,7 +70,7 @@ class Chat:
 
     def with_config(self, config: ChatConfig) -> Chat:
         """The same model's chat with a system prompt, examples and switches of the template."""
-        return Chat(self.tokenizer, self.end_ids, self.embedded, config)
+        return Chat(self.tokenizer, self.end_ids, self.embedded, config, self.images.folder if self.images else None)
 
     @cached_property
     def for_tools(self) -> Chat:
@@ -75,6 +81,12 @@ class Chat:
         tokenizer = copy.copy(self.tokenizer)
         tokenizer.chat_template = templates["tool_use"]
         return Chat(tokenizer, self.end_ids, self.embedded, self.config)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, and the processor of images if there is one."""
+        self.tokenizer.save_pretrained(folder)
+        if self.images is not None:
+            self.images.save(folder)
 
     def encode(self, prompt: str | Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of a prompt: a string is encoded unchanged, messages by the model's chat template. The config's
@@ -91,6 +103,8 @@ class Chat:
         ids: Any
         if isinstance(prompt, TokenPrompt):
             ids = prompt.ids
+        elif isinstance(prompt, ImagePrompt):
+            ids = self._with_images(prompt)
         elif isinstance(prompt, str):
             if self.config != NO_ADDITIONS:
                 raise ConfigError(
@@ -105,6 +119,13 @@ class Chat:
         if not ids:
             raise ConfigError("a prompt is empty: a model needs at least one token to continue from")
         return self.check_ids(ids)
+
+    def _with_images(self, prompt: ImagePrompt) -> Sequence[int]:
+        if self.images is None:
+            raise ConfigError(
+                "the prompt has images, and the model was given without the files of its processor: give its name"
+            )
+        return self.images.encode(prompt, self.config.added_to, self.render)
 
     def begins_twice(self, prompt: Any) -> bool:
         """True if a prompt that is a text begins with the model's first token, because a chat template has rendered it,
@@ -149,7 +170,7 @@ class Chat:
                 f"a prompt holds the token {token!r} (number {max(ids)}), but the model has embeddings for "
                 f"{self.embedded} tokens only: leave it out of the prompts and the chat template"
             )
-        return tuple(ids)
+        return ids if isinstance(ids, tuple) else tuple(ids)
 
     @cached_property
     def _appended(self) -> tuple[int, ...]:

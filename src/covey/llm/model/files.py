@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -31,7 +34,12 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from covey.config import ConfigError, files, hub
@@ -171,6 +179,18 @@ CAUSAL = Family(
     "causal language model",
     "choose a decoder, such as Llama, Qwen or GPT-2",
 )
+IMAGES = Family(  # of runs whose prompts have images
+    AutoModelForImageTextToText,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "vision-language model",
+    "choose one, such as Qwen2.5-VL, Idefics3 or Gemma 3, or remove the column with images from the data",
+)
+
+
+def family_of(fields: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`: IMAGES for what is not a causal language model too."""
+    kind = fields.get("model_type")
+    return IMAGES if kind in IMAGES.architectures and kind not in CAUSAL.architectures else CAUSAL
 
 
 def check_config(fields: dict[str, Any], model: str, family: Family = CAUSAL) -> None:
@@ -193,7 +213,8 @@ def check_config(fields: dict[str, Any], model: str, family: Family = CAUSAL) ->
                 f"model {model}: its architecture {named} is unknown to transformers {transformers_version}: choose "
                 "another model, or a newer transformers"
             )
-        raise ConfigError(f"model {model}: {named} is not a {family.noun}: {family.fix}")
+        images = ", or give it prompts with images" if kind in IMAGES.architectures else ""
+        raise ConfigError(f"model {model}: {named} is not a {family.noun}: {family.fix}{images}")
     quantised = fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -356,6 +377,34 @@ def read_part(part: Any, folder: Path, model: str) -> Any:
         return part.from_pretrained(str(folder), **SAFELY)
 
 
+def read_processor(folder: Path, kind: str, tokenizer: Any) -> Any:
+    """The processor of images of a vision-language model, by PIL, without what reads videos and sound, which would need
+    further packages.
+
+    Args:
+        folder: of the model.
+        kind: its model type.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    base: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, ""), object)
+
+    class ImagesOnly(base):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            """Parts may be None."""
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, folder: str, processor_dict: Any = None, **_: Any) -> list[Any]:
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil", **SAFELY)
+            parts = {"tokenizer": tokenizer, "image_processor": images}
+            return [parts.get(name) for name in cls.get_attributes()]
+
+    with reading(f"model {folder}: its processor of images cannot be loaded", "copy its files again"):
+        return ImagesOnly.from_pretrained(str(folder), **SAFELY)
+
+
 def check_causal(config: PreTrainedConfig, model: str) -> None:
     """Refuse encoders by their config.
 
@@ -381,7 +430,7 @@ def skeleton(config: PreTrainedConfig, model: str, family: Family = CAUSAL) -> P
     Raises:
         ConfigError: if the config describes no model of the family.
     """
-    if family is CAUSAL:
+    if family in (CAUSAL, IMAGES):
         check_causal(config, model)
     elif config.model_type not in family.architectures:
         raise ConfigError(

@@ -36,6 +36,7 @@ from covey.llm.model.files import (
     check_tokenizer_files,
     do_not_fit,
     download,
+    family_of,
     misfits,
     read_model_config,
     read_part,
@@ -78,7 +79,9 @@ class Description:
             return build(type(self.module), self.config, tensors, dtype, name)
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device, in_4bit: bool = False) -> LoadedModel:
+def load_model(
+    name: str, *, dtype: torch.dtype, device: torch.device, in_4bit: bool = False, family: Family | None = CAUSAL
+) -> LoadedModel:
     """Load a model by its name in a recipe.
 
     Args:
@@ -86,21 +89,22 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, in_4bit: 
             model or, if the run was stopped, its newest checkpoint) or one of its checkpoints.
         in_4bit: quantize the linear layers, which are frozen then (`lora.load_in_4bit`), before the weights are on the
             device.
+        family: the model is of this kind; None: as its config says.
 
     Raises:
-        ConfigError: if nothing has this name, or it is not a complete causal language model.
+        ConfigError: if nothing has this name, or it is not a complete model of the family.
     """
     source = locate_model(resolve_checkpoint(name))
     if holds_adapter(source):
         loaded, adapter = load_adapted_checkpoint(
-            source, dtype=dtype, device=torch.device("cpu") if in_4bit else device
+            source, dtype=dtype, device=torch.device("cpu") if in_4bit else device, family=family
         )
         merge_adapter(adapter.model)
         if in_4bit:
             quantize(loaded.module, device)
             loaded.module.to(device)  # type: ignore[arg-type]
         return loaded
-    described = _describe(source, model_folder(source), name)
+    described = _describe(source, model_folder(source), name, family)
     if source.kind is ModelKind.CHECKPOINT:
         origin = source.origin
         assert origin is not None
@@ -130,7 +134,7 @@ def holds_adapter(source: ModelSource) -> bool:
 
 
 def load_adapted_checkpoint(
-    source: ModelSource, *, dtype: torch.dtype, device: torch.device
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device, family: Family | None = CAUSAL
 ) -> tuple[LoadedModel, Adapter]:
     """Load the base model of a run with LoRA, and add the adapter of a checkpoint to it.
 
@@ -141,25 +145,27 @@ def load_adapted_checkpoint(
     assert folder is not None
     assert origin is not None
     base, in_4bit = str(origin.config_tables["model"]), origin.in_4bit
-    loaded = load_model(base, dtype=dtype, device=device, in_4bit=in_4bit)
+    loaded = load_model(base, dtype=dtype, device=device, in_4bit=in_4bit, family=family)
     check_base(folder, checksum_of_base(loaded.module), "put them back as they were")
     adapter = add_adapter(loaded.module, read_adapter_config(folder, LoRAConfig(load_in_4bit=in_4bit)))
     load_checkpoint_weights(adapter.parameters, origin, "optimizer", "start from that run's model/")
     return loaded, adapter
 
 
-def describe_model(folder: Path, name: str, family: Family = CAUSAL, *, has_weights: bool = True) -> Description:
+def describe_model(folder: Path, name: str, family: Family | None = CAUSAL, *, has_weights: bool = True) -> Description:
     """Read and check a model without its weights; of the weights only the headers of their files.
 
     Args:
         name: the model's name in messages.
-        family: models of this kind are expected.
+        family: models of this kind are expected; None: as the config says.
         has_weights: False for the architecture of a run, whose weights are in its checkpoints.
 
     Raises:
         ConfigError: for the first fault.
     """
-    check_config(read_model_config(folder / MODEL_CONFIG_FILE), name, family)
+    fields = read_model_config(folder / MODEL_CONFIG_FILE)
+    family = family or family_of(fields)
+    check_config(fields, name, family)
     check_tokenizer_files(folder, name)
     weights = read_weight_files(folder, name) if has_weights else None
     config = read_part(AutoConfig, folder, name)
@@ -173,11 +179,11 @@ def describe_model(folder: Path, name: str, family: Family = CAUSAL, *, has_weig
     return Description(folder, config, module, tokenizer, generation, weights)
 
 
-def _describe(source: ModelSource, folder: Path, name: str) -> Description:
-    return describe_model(folder, name, has_weights=source.kind is not ModelKind.CHECKPOINT)
+def _describe(source: ModelSource, folder: Path, name: str, family: Family | None = CAUSAL) -> Description:
+    return describe_model(folder, name, family, has_weights=source.kind is not ModelKind.CHECKPOINT)
 
 
-def check_model_files(name: str) -> None:
+def check_model_files(name: str, family: Family = CAUSAL) -> None:
     """Check tokenizer and config of a model, without reading its weights, downloading or converting it.
 
     Raises:
@@ -188,7 +194,7 @@ def check_model_files(name: str) -> None:
         read_gguf_config(source.path)
     folder = cached_folder(name) if source.kind is ModelKind.HUB else source.description
     if folder is not None:
-        _describe(source, folder, name)
+        _describe(source, folder, name, family)
 
 
 def find_skeleton(name: str) -> PreTrainedModel | None:
@@ -198,7 +204,7 @@ def find_skeleton(name: str) -> PreTrainedModel | None:
         ConfigError: for a fault of its config or tokenizer.
     """
     folder = _local_folder(name)
-    return None if folder is None else describe_model(folder, name, has_weights=False).module
+    return None if folder is None else describe_model(folder, name, None, has_weights=False).module
 
 
 def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
@@ -208,7 +214,8 @@ def find_chat(name: str) -> tuple[Chat, PreTrainedConfig] | None:
     try:
         if (folder := _local_folder(name)) is None:
             return None
-        return Chat(read_part(AutoTokenizer, folder, name), frozenset()), read_part(AutoConfig, folder, name)
+        chat = Chat(read_part(AutoTokenizer, folder, name), frozenset(), folder=folder)
+        return chat, read_part(AutoConfig, folder, name)
     except ConfigError:
         return None
 
@@ -229,7 +236,7 @@ def load_chat(name: str) -> tuple[Chat, PreTrainedConfig]:
     described = _describe(source, model_folder(source), name)
     end_ids = end_ids_of(described.config, described.generation, described.tokenizer)
     embedding: Any = described.module.get_input_embeddings()
-    return Chat(described.tokenizer, end_ids, len(embedding.weight)), described.config
+    return Chat(described.tokenizer, end_ids, len(embedding.weight), folder=described.folder), described.config
 
 
 def resolve_checkpoint(name: str) -> str:
@@ -325,12 +332,12 @@ def load_checkpoint_weights(module: nn.Module, origin: Origin, optimizer: str, a
         parameters[name].copy_(master)
 
 
-def save_architecture(module: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_architecture(module: PreTrainedModel, chat: Chat, folder: Path) -> None:
     """Write the parts of a model that checkpoints do not have: config, tokenizer and persistent buffers."""
     module.config.save_pretrained(folder)
     if module.can_generate() and module.generation_config is not None:
         module.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    chat.save(folder)
     buffers = _saved_buffers(module)
     if buffers:
         save_file({name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}, folder / BUFFERS_FILE)
@@ -395,7 +402,8 @@ def _ready(module: PreTrainedModel, tokenizer: Any, source: str, name: str) -> L
     except ConfigError as error:
         raise ConfigError(f"model {name}: {error}") from error
     embedding: Any = module.get_input_embeddings()
-    return LoadedModel(module, Chat(tokenizer, end_ids, len(embedding.weight)), source)
+    folder = Path(source) if source else None
+    return LoadedModel(module, Chat(tokenizer, end_ids, len(embedding.weight), folder=folder), source)
 
 
 TRIAL_TOKENS = 8

@@ -1,11 +1,10 @@
-"""A model's own forward pass over one sequence, without padding, cache or further arguments: the reference for all
-faster implementations.
+"""A model's own forward pass over one sequence, without padding or cache: the reference for all faster implementations.
 
 Shapes: L tokens, T decisions (the last tokens), V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,19 +12,53 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+PER_TOKEN = "token_type_ids"  # end of the names of inputs that have a number for every token; 0: text
 
-def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int) -> Tensor:
-    """logits_TV that predict the last `decisions` tokens of a sequence."""
-    known = accepted(module, use_cache=False, logits_to_keep=decisions)
+
+class PromptTokens(tuple[int, ...]):
+    """Token ids of a prompt, with what the model's forward pass takes besides them."""
+
+    inputs: Mapping[str, Tensor]
+
+    def __new__(cls, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> "PromptTokens":
+        tokens = super().__new__(cls, ids)
+        tokens.inputs = inputs
+        return tokens
+
+
+def inputs_of(prompt: Sequence[int], length: int, module: nn.Module) -> dict[str, Tensor]:
+    """What a forward pass over a prompt and its continuation takes besides the tokens, on the device and in the dtype
+    of the model; {} for a prompt of text.
+
+    Args:
+        prompt: token ids.
+        length: L, of the prompt and its continuation.
+        module: the model.
+    """
+    weight = next(module.parameters())
+    found = {}
+    for name, value in getattr(prompt, "inputs", {}).items():
+        if name.endswith(PER_TOKEN):
+            value = nn.functional.pad(value, (0, length - value.shape[1]))
+        found[name] = value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+    return found
+
+
+def next_token_logits(module: nn.Module, tokens_L: Tensor, decisions: int, prompt: Sequence[int] = ()) -> Tensor:
+    """logits_TV that predict the last `decisions` tokens of a sequence, whose `prompt` may have images."""
+    inputs = inputs_of(prompt, len(tokens_L) - 1, module)
+    known = accepted(module, use_cache=False, logits_to_keep=decisions, **inputs)
     logits: Tensor = module(input_ids=tokens_L[None, :-1], **known).logits[0]
     return logits[-decisions:]
 
 
 class PlainPasses:
-    """Cached plain forward passes of a model whose weights do not change."""
+    """Cached plain forward passes of a model whose weights do not change; sequences may begin with a `prompt` that has
+    images.
+    """
 
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
+    def __init__(self, module: PreTrainedModel, prompt: Sequence[int] = ()) -> None:
+        self.module, self.prompt = module, prompt
         self.known: dict[tuple[int, ...], Tensor] = {}  # logits_LV after each token of a sequence
 
     def after(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -33,7 +66,8 @@ class PlainPasses:
         for tokens in sorted(map(tuple, sequences), key=len, reverse=True):
             if not any(begins(known, tokens) for known in self.known):
                 tokens_L = torch.tensor([*tokens, 0], device=self.module.device)
-                self.known[tokens] = next_token_logits(self.module, tokens_L, len(tokens))
+                prompt = self.prompt if begins(tokens, tuple(self.prompt)) else ()
+                self.known[tokens] = next_token_logits(self.module, tokens_L, len(tokens), prompt)
         return [
             next(logits_LV[: len(tokens)] for known, logits_LV in self.known.items() if begins(known, tuple(tokens)))
             for tokens in sequences

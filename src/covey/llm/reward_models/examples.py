@@ -202,7 +202,8 @@ class RewardEncoder:
             assert isinstance(completion, str)
             tokens = self._begin(prompt) + self.chat.encode_text(completion) + self._end()
         else:
-            tokens = self.chat.encode_whole([*prompt, *_as_messages(completion)])
+            reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            tokens = self.chat.encode_whole([*prompt, *reply])
         last = max((place for place, token in enumerate(tokens) if token != self.pad_id), default=-1)
         if last < 0:
             raise ConfigError("a prompt with its completion has no token: give texts that are not empty")
@@ -245,10 +246,6 @@ class RewardEncoder:
         tokenizer = self.chat.tokenizer
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         return () if end is None else (int(end),)
-
-
-def _as_messages(completion: str | Sequence[Message]) -> list[Message]:
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
 
 
 def _group(prompt: str | Sequence[Message]) -> Any:

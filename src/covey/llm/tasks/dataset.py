@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from covey.config import ConfigError, DatasetConfig, RewardConfig
 from covey.config.fields import plural
 from covey.data import Start
 from covey.llm.data.arrow import rows_as_written
+from covey.llm.data.images import ImagePrompt
 from covey.llm.data.rows import ONE_PROMPT, Row, Split, hold_out, prompt_hash, read_data, row_of, stable_hash
 from covey.llm.tasks.generated import checked
 from covey.llm.tasks.prompt_limit import PromptLimit
@@ -44,6 +46,10 @@ class PromptDataset:
     def _take(self, data: Split[Row]) -> None:
         self._training, self._held_out, self._overlap = data.training, data.held_out, data.overlap
         self._too_long = 0
+        if any(isinstance(row.prompt, ImagePrompt) for row in self.rows):
+            self._training, self._held_out = (
+                [_beside_images(row) for row in part] for part in (self._training, self._held_out)
+            )
 
     def draw(self, seed: int, step: int, count: int, *, first: int = 0, before: int | None = None) -> list[Start]:
         """The next `count` rows after the `before` rows drawn so far; steps count from 1."""
@@ -143,6 +149,13 @@ def order_of_pass(seed: int, epoch: int, size: int) -> Sequence[int]:
     order = list(range(size))
     random.Random(stable_hash("order", seed, epoch)).shuffle(order)
     return order
+
+
+def _beside_images(row: Row) -> Row:
+    """A row of a data set with images. Raises ConfigError if its prompt is a plain string."""
+    if isinstance(row.prompt, str):
+        raise ConfigError(f"{row.place}: 'prompt' is a plain string, and other rows have images: give chat messages")
+    return row if isinstance(row.prompt, ImagePrompt) else replace(row, prompt=ImagePrompt(row.prompt))
 
 
 def _start(index: int, row: Row) -> Start:

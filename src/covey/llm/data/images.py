@@ -1,0 +1,144 @@
+"""Images of a data set's rows: files near the data file, bytes as the package datasets stores them, pictures of PIL.
+
+This module loads no torch, so that a missing file is reported at once.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from covey.config import ConfigError
+from covey.config.fields import plural
+from covey.config.files import read_file, shortened
+
+COLUMNS = ("images", "image")  # TRL's names; verl has the first
+PLACE = "<image>"  # verl's mark of an image in the text of a message
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # PIL would start other programs for some others
+MOST_BYTES = 64 << 20  # of a file
+MOST_PIXELS = 1 << 26  # of an image
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image that is decoded when it is used."""
+
+    name: str  # for messages
+    source: Any  # a path, the bytes of a file, or a picture of PIL
+    digest: str  # differs for other images
+
+    def open(self) -> Image.Image:
+        """The image in RGB, turned as its file says. Raises ConfigError if it cannot be decoded."""
+        if isinstance(self.source, Image.Image):
+            return self.source.convert("RGB")
+        content = read_file(self.source, MOST_BYTES) if isinstance(self.source, Path) else self.source
+        try:
+            with Image.open(BytesIO(content), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MOST_PIXELS:
+                    raise ValueError(f"{width} x {height} pixels, and at most {MOST_PIXELS:,} are read")
+                return ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:  # PIL's decoders raise many kinds for a damaged file
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"the image {self.name} cannot be decoded ({reason:.150}): replace it") from error
+
+
+class ImagePrompt(list[Mapping[str, Any]]):
+    """Chat messages in whose texts PLACE stands for each of the images, in their order. Rewards and records have the
+    messages alone.
+    """
+
+    def __init__(self, messages: Iterable[Mapping[str, Any]], pictures: Sequence[Picture] = ()) -> None:
+        super().__init__(messages)
+        self.pictures = tuple(pictures)
+
+    @property
+    def digest(self) -> str:
+        """Differs for other images."""
+        return ",".join(picture.digest for picture in self.pictures)
+
+
+def take_pictures(columns: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
+    """Remove the columns with images from a row; returns the images.
+
+    Args:
+        columns: of the row.
+        folder: that names of files begin at.
+
+    Raises:
+        ValueError: with the fault of the row.
+    """
+    given = {name: value for name in COLUMNS if (value := columns.pop(name, None)) is not None}
+    if len(given) > 1:
+        raise ValueError(f"it has both {COLUMNS[0]!r} and {COLUMNS[1]!r}: keep one of these columns")
+    return tuple(
+        _picture(one, name, folder)
+        for name, value in given.items()
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+    )
+
+
+def with_pictures(messages: Sequence[Any], pictures: Sequence[Picture]) -> ImagePrompt:
+    """A prompt with a place for each image. Messages without a place have all of them at the beginning of the first
+    message of the user; a content may be a list of parts too, as chat templates take it.
+
+    Raises:
+        ValueError: if the messages have another number of places.
+    """
+    found = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    known = [message for message in found if isinstance(message, dict)]
+    for message in known:
+        message["content"] = _text(message.get("content"))
+    texts = [message["content"] for message in known if isinstance(message["content"], str)]
+    if not (places := sum(text.count(PLACE) for text in texts)) and pictures:
+        first = next((message for message in known if message.get("role") == "user"), None)
+        if first is not None and isinstance(first["content"], str):
+            first["content"] = PLACE * len(pictures) + first["content"]
+            places = len(pictures)
+    if places != len(pictures) and len(texts) == len(found):  # a message without a text is refused by `check_prompt`
+        raise ValueError(
+            f"the prompt has {plural(places, 'place')} for images ({PLACE}), and the row has "
+            f"{plural(len(pictures), 'image')}: write {PLACE} once for each, or nowhere, which puts them first"
+        )
+    return ImagePrompt(found, pictures)
+
+
+def _text(content: Any) -> Any:
+    """The text of a content that is a list of parts; any other content as it is."""
+    if not isinstance(content, (list, tuple)) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    texts = [PLACE if part.get("type") == "image" else part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+def _picture(value: Any, column: str, folder: Path) -> Picture:
+    """The image of a value. Raises ValueError if it is none."""
+    if isinstance(value, Image.Image):
+        return Picture("of PIL", value, _digest(f"{value.mode} {value.size}".encode(), value.tobytes()))
+    content, name = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (None, value)
+    if isinstance(content, bytes):
+        shown = f"{shortened(name)} in {column!r}" if isinstance(name, str) else f"in {column!r}"
+        return Picture(shown, content, _digest(content))
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{column!r} has a value that is not an image: give names of files, {{'bytes', 'path'}} as the package "
+            "datasets stores them, or pictures of PIL; or name the column otherwise"
+        )
+    if "://" in name:
+        raise ValueError(f"{column!r} has the address {shortened(name)}, and no image is downloaded: give files")
+    path = folder / name
+    try:
+        there = path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        there = False
+    if not there:
+        raise ValueError(f"{column!r}: there is no file {shortened(str(path))}; names of images begin at the data file")
+    return Picture(shortened(str(path)), path, _digest(name.encode("utf-8", "surrogatepass")))
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
