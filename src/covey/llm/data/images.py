@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from covey.config import ConfigError
 from covey.config.fields import plural
@@ -42,6 +43,8 @@ class Picture:
                 if width * height > MOST_PIXELS:
                     raise ValueError(f"{width} x {height} pixels, and at most {MOST_PIXELS:,} are read")
                 return ImageOps.exif_transpose(image).convert("RGB")
+        except UnidentifiedImageError as error:  # whose text is the address of an object
+            raise ConfigError(f"the image {self.name} is none of {', '.join(FORMATS)}: replace it") from error
         except Exception as error:  # PIL's decoders raise many kinds for a damaged file
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"the image {self.name} cannot be decoded ({reason:.150}): replace it") from error
@@ -130,14 +133,15 @@ def _picture(value: Any, column: str, folder: Path) -> Picture:
         )
     if "://" in name:
         raise ValueError(f"{column!r} has the address {shortened(name)}, and no image is downloaded: give files")
-    path = folder / name
+    shown, path = f"{shortened(name)} in {folder}", folder / name
     try:
-        there = path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        there = False
-    if not there:
-        raise ValueError(f"{column!r}: there is no file {shortened(str(path))}; names of images begin at the data file")
-    return Picture(shortened(str(path)), path, _digest(name.encode("utf-8", "surrogatepass")))
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        status = None
+    if status is None or not S_ISREG(status.st_mode):
+        raise ValueError(f"{column!r}: there is no file {shown}; names of images begin at the data file")
+    # Not the content: a data set may have a hundred thousand files.
+    return Picture(shown, path, _digest(name.encode("utf-8", "surrogatepass"), str(status.st_size).encode()))
 
 
 def _digest(*parts: bytes) -> str:
