@@ -40,7 +40,7 @@ from covey.watch.rollouts import group_page
 from helpers import guessing
 from helpers.chat_models import tiny_chat
 from helpers.tiny_models import PAD, tiny_folder, tiny_model, tiny_tokenizer
-from helpers.tool_templates import FAMILIES, chat_with
+from helpers.tool_templates import UNMARKED, chat_with
 
 TOTAL = 20
 
@@ -138,7 +138,7 @@ def test_examples_have_the_prompt_of_the_rollouts_of_their_recipe(tmp_path: Path
 
 def test_a_template_whose_calls_nothing_reads_is_refused_before_the_model_is_loaded() -> None:
     chat = chat_with("hermes")
-    chat.tokenizer.chat_template = FAMILIES["hermes"].replace("tool_call>", "a new mark>")
+    chat.tokenizer.chat_template = UNMARKED
     refused = pytest.raises(ConfigError, match="writes calls of tools in a format that covey cannot read")
     with closing(kind_of(guessing.Dice)) as kind, refused:
         kind.prompt_limit(chat, tiny_model().config, TOTAL, drop=False)

@@ -2,7 +2,11 @@
 # ruff: noqa: E501 -- templates have long lines
 
 import copy
+from functools import lru_cache
 
+from covey.llm.conversation.styles import call_format
+from covey.llm.conversation.tool_calls import FORMATS as ROWS
+from covey.llm.conversation.tool_calls import Format
 from covey.llm.model.chat import Chat
 from helpers.chat_models import CHAT_MODELS, ChatModel, chat_of
 
@@ -103,7 +107,7 @@ TEMPLATES = {
 }
 FORMATS = {
     "smollm": "fenced", "gemma": "fenced", "phi3": "fenced", "qwen2.5": "hermes", "qwen3": "hermes",
-    "hermes3": "hermes", "qwen3_coder": "qwen_xml", "llama3": "llama3", "mistral": "mistral",
+    "hermes3": "hermes", "qwen3_coder": "of the template", "llama3": "llama3", "mistral": "mistral",
     "mistral_small": "mistral",
 }  # fmt: skip
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -145,6 +149,7 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + _each("<｜tool▁call▁begin｜>C
 
 # Name of a format -> a template that writes calls in it, as models of that family do.
 FAMILIES = {
+    "qwen_xml": QWEN3_CODER,
     "glm": _framed(_each("\n<tool_call>{{ f.name }}\n" + _GLM + "</tool_call>")),
     "hy3": _framed("<tool_calls>\n" + _each("<tool_call>{{ f.name }}<tool_sep>\n" + _GLM + "</tool_call>\n") + "</tool_calls>"),
     "hunyuan": _framed(
@@ -195,9 +200,22 @@ FAMILIES = {
     "lfm2": _framed("<|tool_call_start|>[" + _PYTHON.replace("SEPARATOR", ", ") + "]<|tool_call_end|>"),
     "internlm2": _framed(_each("<|action_start|><|plugin|>\n" + _NAMED.replace("arguments\"", "parameters\"") + "<|action_end|>")),
     "functionary": _framed(_each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
+    "lines": _framed("<calls>\n" + _each(_NAMED + "\n") + "</calls>"),
+    "numbered": _framed(
+        "<|calls|>" + _each("<|call:begin|>{{ t.id }}<|call:name|>{{ f.name }}<|call:args|>{{ f.arguments | tojson }}<|call:end|>")
+        + "<|calls:end|>"
+    ),
+    "cdata": _framed(_each(
+        '<function name="{{ f.name }}">'
+        + _PAIRS.replace("PAIR", '<param name="{{ k }}">' + _VALUE.replace("{{ v if", "{{ ('<![CDATA[' + v + ']]>') if v is string and '<' in v else v if") + "</param>")
+        + "</function>"
+    )),
     "json_list": _framed("[" + _each(_NAMED, ", ") + "]"),
     "pythonic": _framed("[" + _PYTHON.replace("SEPARATOR", ", ") + "]"),
 }  # fmt: skip
+
+# Nothing marks a call, as in Functionary's turns of several recipients.
+UNMARKED = _framed(_each("{{ f.name }}\n{{ f.arguments | tojson }}\n"))
 
 # The frames of models whose turns end or whose results stand in other ways than those of ChatML.
 HARMONY = (
@@ -248,6 +266,15 @@ FRAMES = {
         ("<turn|>", "<eos>", "<|tool_response>"),
     ),
 }  # fmt: skip
+
+
+NAMES = tuple(dict.fromkeys([*ROWS, *FAMILIES]))
+
+
+@lru_cache(maxsize=1)
+def formats() -> dict[str, Format]:
+    """Rows of the table, and what is observed of the templates of other families, whose names are `NAMES`."""
+    return {**{name: call_format(chat_with(name)) for name in FAMILIES}, **ROWS}
 
 
 def chat_with(name: str) -> Chat:

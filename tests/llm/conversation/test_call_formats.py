@@ -7,11 +7,12 @@ import pytest
 from covey.config import ConfigError
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.styles import Style, call_format
+from covey.llm.conversation.tool_calls import FORMATS as ROWS
 from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import Tool
 from covey.llm.model.chat import Chat
 from helpers.chat_models import chat_of
-from helpers.tool_templates import FAMILIES, FORMATS, FRAMES, TEMPLATES, chat_with
+from helpers.tool_templates import FAMILIES, FORMATS, FRAMES, TEMPLATES, UNMARKED, chat_with, formats
 from llm.conversation.test_tool_calls import WHOLE
 
 USER = {"role": "user", "content": "What is 17 + 25?"}
@@ -28,7 +29,7 @@ TOOL = Tool("add", SCHEMA)
 SUM = {"a": 17, "b": 2.5}
 RICH = {
     "note": "say \"ü\"\n{x} [1], ('it')",
-    "deep": {"x": [1, -2.5, True, None, {"y": "z"}]},
+    "deep": {"x": [1, -2.5, True, None, {"y": "z", "a key": {}}]},
     "on": False,
     "none": None,
 }
@@ -63,7 +64,7 @@ def test_a_model_without_a_template_writes_fenced_calls() -> None:
 def test_the_calls_that_a_template_writes_are_read_back(name: str) -> None:
     chat = chat_with(name)
     format = call_format(chat, [TOOL])
-    assert format.name == name
+    assert format.name == (name if name in ROWS else "of the template")
     encoder = ConversationEncoder(chat)
     for case, arguments in CALLS.items():
         text = encoder.own_text(turn_of(arguments))
@@ -77,6 +78,51 @@ def test_the_calls_that_a_template_writes_are_read_back(name: str) -> None:
             found = format.read(f"I add.\n{text}")
             assert found.content.replace("<think></think>", "").strip() == "I add."
             assert len(found.calls) == len(arguments)
+
+
+def test_a_format_is_observed_in_what_the_template_writes() -> None:
+    """Marks of the turn, of a call, and of an argument."""
+    found = call_format(chat_with("deepseek_xml"))
+    assert (found.turn, found.between) == ("\n<｜DSML｜function_calls>\n{}</｜DSML｜function_calls>", "")
+    assert found.call == '<｜DSML｜invoke name="{name}">\n{xml}</｜DSML｜invoke>\n'
+    assert found.argument == '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
+    assert found.kinds == ("true", "false")
+    assert call_format(chat_with("numbered")).call.startswith("<|call:begin|>{id}<|call:name|>{name}")
+    assert call_format(chat_with("gemma4")).quote == '<|"|>'
+    assert call_format(chat_with("cohere")).keys == ("tool_name", "parameters", "tool_call_id")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{{ v if v is string", "{{ v | upper if v is string"),  # values that are written otherwise
+        ("{{ v if v is string", "{{ v | e if v is string and '<' in v"),
+        ("{% for t in m.tool_calls %}", "{% for t in m.tool_calls %}<|im_start|>tool"),  # what ends a turn
+    ],
+)
+def test_what_a_template_does_not_write_alike_is_not_observed(old: str, new: str) -> None:
+    chat = chat_with("glm")
+    chat.tokenizer.chat_template = FAMILIES["glm"].replace(old, new)
+    assert chat.tokenizer.chat_template != FAMILIES["glm"]
+    assert call_format(chat).name == "unknown"
+
+
+def test_the_format_of_a_template_without_calls_is_known_by_the_tokens_of_the_model() -> None:
+    chat = chat_with("smollm")
+    assert call_format(chat).name == "fenced"
+    chat.tokenizer.add_tokens(["<|tool_call_start|>", "<|tool_call_end|>"])
+    assert call_format(Chat(chat.tokenizer, chat.end_ids)).name == "lfm2"
+
+
+def test_a_template_that_always_reads_the_list_of_tools_is_understood() -> None:
+    """As of Hermes 2 and 3, which fail without tools."""
+    chat = chat_with("hermes3")
+    chat.tokenizer.chat_template = TEMPLATES["hermes3"].replace("tools or []", "tools")
+    assert chat.tokenizer.chat_template != TEMPLATES["hermes3"]
+    style = Style(chat, "tools", [TOOL])
+    assert "Adds." in chat.tokenizer.decode(style.encode([USER]))
+    assert read(chat, ConversationEncoder(chat).own_text(turn_of([SUM]))) == [SUM]
+    assert style.take(style.read(chat.encode_text("")), {}).replies == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,7 +140,7 @@ def test_a_template_that_always_begins_an_answer_is_understood() -> None:
     """As Cohere's: the beginning of the next answer is not a part of the turn before."""
     chat, begins = chat_with("cohere"), "<|im_start|>assistant\n"
     chat.tokenizer.chat_template = FAMILIES["cohere"].rpartition("{% if add")[0] + f"{{{{ {begins!r} }}}}"
-    assert call_format(chat, [TOOL]).name == "cohere"
+    assert call_format(chat, [TOOL]).call == "<|START_ACTION|>{objects}<|END_ACTION|>"
     text = ConversationEncoder(chat).own_text(turn_of([SUM]))
     assert (read(chat, text), begins in text) == ([SUM], False)
 
@@ -104,12 +150,12 @@ def test_all_of_a_conversation_with_tools_is_written_by_the_template_for_tools()
     chat.tokenizer.chat_template = {"default": TEMPLATES["smollm"], "tool_use": FAMILIES["minimax"]}
     style = Style(chat, "tools", [TOOL])
     encoder = ConversationEncoder(style.chat)
-    assert (style.format.name, Style(chat, "step").chat) == ("minimax", chat)
+    assert (style.format.turn, Style(chat, "step").chat) == ("<minimax:tool_call>\n{}</minimax:tool_call>", chat)
     assert read(chat, encoder.own_text(turn_of([SUM]))) == [SUM]
     assert "Adds." in style.chat.tokenizer.decode(style.encode([USER]))
 
 
-UNREADABLE = FAMILIES["hermes"].replace("<tool_call>", "<<CALL>>").replace("</tool_call>", "<</CALL>>")
+OWN_MARKS = FAMILIES["hermes"].replace("<tool_call>", "<<CALL>>").replace("</tool_call>", "<</CALL>>")
 DECLARED = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -126,11 +172,11 @@ DECLARED = {
 
 def test_a_template_whose_calls_nothing_reads_is_refused_by_name() -> None:
     chat = chat_with("hermes")
-    chat.tokenizer.chat_template = UNREADABLE
+    chat.tokenizer.chat_template = UNMARKED
     style = Style(chat, "tools", [TOOL])
     for use in (lambda: style.encode([USER]), lambda: style.read(chat.encode_text("5"))):
         with pytest.raises(
-            ConfigError, match=r"writes calls of tools in a format that covey cannot read, '<<CALL>>"
+            ConfigError, match=r"writes calls of tools in a format that covey cannot read, 'coveytool"
         ) as refused:
             use()
         assert "\n" not in str(refused.value)
@@ -139,7 +185,7 @@ def test_a_template_whose_calls_nothing_reads_is_refused_by_name() -> None:
 
 def test_calls_are_read_as_the_tokenizer_declares() -> None:
     chat = chat_with("hermes")
-    chat.tokenizer.chat_template, chat.tokenizer.response_template = UNREADABLE, DECLARED
+    chat.tokenizer.chat_template, chat.tokenizer.response_template = OWN_MARKS, DECLARED
     encoder, style = ConversationEncoder(chat), Style(chat, "tools", [TOOL])
     for arguments in CALLS.values():
         assert read(chat, encoder.own_text(turn_of(arguments))) == arguments
@@ -169,7 +215,7 @@ def test_results_follow_a_call_as_in_one_rendering(name: str, text: str) -> None
     """Although the token that ends a turn is not that of ChatML, and results belong to calls."""
     chat = chat_of(FRAMES[name])
     encoder, style = ConversationEncoder(chat), Style(chat, "tools", [TOOL])
-    assert style.format.name == name
+    assert style.format.call == formats()[name].call
     turn = turn_of([SUM])
     written = chat.encode_text(encoder.own_text(turn))
     end = chat.tokenizer.convert_tokens_to_ids(CALL_ENDS[name])

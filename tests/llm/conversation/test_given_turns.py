@@ -10,8 +10,7 @@ from covey.config.sft import SFTConfig
 from covey.data import EndReason
 from covey.llm.conversation.encoding import ConversationEncoder
 from covey.llm.conversation.sampler import Conversation, Limits
-from covey.llm.conversation.styles import Style
-from covey.llm.conversation.tool_calls import FORMATS as BY_NAME
+from covey.llm.conversation.styles import Style, call_format
 from covey.llm.conversation.tools import Tool, describe_tools
 from covey.llm.data.rows import encode_fitting
 from covey.llm.data.sft_examples import check_rows
@@ -137,7 +136,7 @@ def test_what_is_trained_is_read_as_the_calls_of_the_row(name: str, row: str, gi
         return
     encoded = encode(chat, columns, tools)
     first, *rest = trained(chat, encoded)
-    read = BY_NAME[FORMATS[name]].read(first)
+    read = call_format(chat, [TOOL]).read(first)
     assert read.errors == ()
     if given != "none":
         style = Style(chat, "tools", [TOOL])
@@ -145,7 +144,7 @@ def test_what_is_trained_is_read_as_the_calls_of_the_row(name: str, row: str, gi
         assert requests == {"do": "call", "calls": [{"name": "add", "arguments": each} for each in arguments]}
         assert encoded.prompt == style.encode([USER]), "the prompt of a rollout with this tool"
         assert chat.tokenizer.decode(encoded.prompt).count("Adds.") == (name != "qwen3_coder"), "which its text omits"
-    elif FORMATS[name] != "qwen_xml":  # whose arguments have no types
+    elif name != "qwen3_coder":  # whose arguments have no types
         assert [(each.name, each.arguments) for each in read.calls] == [("add", each) for each in arguments]
     assert read.content.replace("<think>", "").replace("</think>", "").strip() == text
     assert [each.strip().removeprefix("<think>\n\n</think>\n\n") for each in rest] == ["It is 42."] * (
@@ -250,11 +249,11 @@ def test_schemas_of_other_libraries_are_understood() -> None:
     }  # fmt: skip
     chat, arguments = chat_of("smollm"), {"a": 1, "b": None, "c": {"d": "x", "e": 2}}
     encoded = encode(chat, {"messages": [USER, turn(call(arguments))], "tools": json.dumps([others])})
-    assert BY_NAME["fenced"].read(trained(chat, encoded)[0]).calls[0].arguments == arguments
+    assert call_format(chat).read(trained(chat, encoded)[0]).calls[0].arguments == arguments
     with pytest.raises(ConfigError, match=r"has an entry 'd' that must be a string"):
         encode(chat, {"messages": [USER, turn(call({"c": {"d": 1}}))], "tools": [others]})
     no_arguments = {"messages": [USER, turn({"name": "now", "arguments": None})], "tools": [{"name": "now"}]}
-    assert BY_NAME["fenced"].read(trained(chat, encode(chat, no_arguments))[0]).calls[0].arguments == {}
+    assert call_format(chat).read(trained(chat, encode(chat, no_arguments))[0]).calls[0].arguments == {}
 
 
 def test_the_encoder_of_turns_is_that_of_rollouts() -> None:

@@ -20,6 +20,7 @@ from covey.llm.conversation.styles import call_format, with_tools
 from covey.llm.conversation.tool_calls import FORMATS, RawText, ToolCall
 from covey.llm.conversation.tools import Tool, ToolError, call_tool, check_call, describe_tools, text_of
 from helpers.chat_models import CHAT_MODELS, chat_of
+from helpers.tool_templates import formats
 
 
 class Base:
@@ -363,7 +364,7 @@ def test_a_failure_of_the_tool_is_raised() -> None:
 )
 def test_arguments_of_a_format_without_types_are_read_by_the_schema(parameter: str, written: str, value: Any) -> None:
     text = f"<tool_call>\n<function=sell>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    [call] = FORMATS["qwen_xml"].read(text).calls
+    [call] = formats()["qwen_xml"].read(text).calls
     arguments = check_call(TOOLS, ToolCall("sell", {"item": "a"} | call.arguments)).arguments
     assert arguments[parameter] == value
     assert type(arguments[parameter]) is type(value)

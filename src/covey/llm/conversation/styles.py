@@ -12,9 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from covey.config import ConfigError
-from covey.llm.conversation.encoding import QUESTION, ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.encoding import PLAIN_TURN, QUESTION, ConversationEncoder, ReplyNotEncodable
+from covey.llm.conversation.observed_format import FIRST, SECOND, observed_format
 from covey.llm.conversation.tool_calls import (
     FORMATS,
+    THINK,
+    THINKING,
     CannotRead,
     Format,
     ParsedTurn,
@@ -160,10 +163,9 @@ class UnknownFormat:
 
 
 CallFormat = Format | DeclaredFormat | UnknownFormat
-PROBES = (  # of which a template may write only the first call
-    (ToolCall("coveytool", {"coveytext": "coveyvalue", "coveynumber": 7}),),
-    (ToolCall("coveytool", {"coveytext": "coveyvalue"}), ToolCall("coveytwo", {"coveynumber": 7})),
-)
+# Of two calls a template may write the first only. The last ones find templates that write some values otherwise.
+HARD = {"coveydeep": {"x": ["y", None]}, "coveytext": 'a\n"<b>" & ü'}
+PROBES = ((FIRST,), (FIRST, SECOND), (replace(FIRST, arguments=HARD),), (replace(FIRST, arguments={}),))
 
 
 def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
@@ -181,29 +183,43 @@ def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
 
 @lru_cache(maxsize=8)
 def _format_of(chat: Chat, template: str) -> CallFormat:
+    marks = (THINK, r"(?!)")  # around the thinking, and around the text
+    marks = next((each for each in THINKING if each[0][0].strip() in template), marks)
+    rows = [replace(each, thinking=marks[0], frame=marks[1]) for each in FORMATS.values()]
     if not chat.writes_calls(template):
-        known = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
+        text = " ".join([template, *map(str, chat.tokenizer.added_tokens_decoder.values())])
+        known = (each for each in rows if all(mark in text for mark in each.marks))
         found = max(known, key=lambda each: len(each.marks))
-        return found if found.marks else FORMATS["fenced"]
-    texts = []
-    for ids in ((None, None), ("functions.coveytool:0", "functions.coveytwo:1")):
-        written = []
-        for probe in PROBES:
-            calls = [replace(call, id=id) for call, id in zip(probe, ids, strict=False)]
-            try:
-                text = _text_of_turn(chat, calls)
-            except ConfigError:  # such as of a template that knows one call in a turn only
-                continue
-            written.append(([call for call in calls if call.name in text], text))
-        candidates: list[CallFormat] = [*FORMATS.values()]
+        return found if found.marks else rows[-1]
+    unread, usual = "", chat.render([QUESTION, PLAIN_TURN, QUESTION])
+    for id in ("", "functions.{name}:{number}"):
+        texts = [_text_of_probe(chat, probe, id) for probe in PROBES]
+        written = [
+            ([call for call in probe if call.name in text], text)
+            for probe, text in zip(PROBES, texts, strict=True)
+            if text
+        ]
+        candidates: list[CallFormat] = list(rows)
+        one, two = (re.sub(marks[1], "", rows[0].thought_end.split(text)[-1]) for text in texts[:2])
+        if observed := observed_format(one, two, usual):
+            candidates.append(replace(observed, thinking=marks[0], frame=marks[1]))
         if getattr(chat.tokenizer, "response_template", None):
             candidates.insert(0, DeclaredFormat(chat))
         for strict in (True, False):
             for format in candidates if written else ():
                 if all(_reads(format, calls, text, strict=strict) for calls, text in written):
                     return format
-        texts += [text for _, text in written]
-    return UnknownFormat(texts[0] if texts else "")
+        unread = unread or texts[0]
+    return UnknownFormat(unread)
+
+
+def _text_of_probe(chat: Chat, probe: Sequence[ToolCall], id: str) -> str:
+    """The text of a turn with these calls, whose identifiers are as of `Format.id`; "" if the template refuses it."""
+    calls = [replace(call, id=id.format(name=call.name, number=number) or None) for number, call in enumerate(probe)]
+    try:
+        return _text_of_turn(chat, calls)
+    except ConfigError:  # such as of a template that knows one call in a turn only
+        return ""
 
 
 def _reads(format: CallFormat, calls: Sequence[ToolCall], text: str, *, strict: bool) -> bool:

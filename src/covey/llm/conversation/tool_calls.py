@@ -1,7 +1,7 @@
 """Tool calls in the text of a turn, in the formats of chat templates.
 
-A format is a row of `FORMATS`: the text of a call with fields, from which it is written and read. `call_format` of
-`styles.py` finds the row that reads the calls which a model's chat template writes.
+A format is the text of a call with fields, from which it is written and read. `call_format` of `styles.py` finds the
+one that reads the calls which a chat template writes: a row of `FORMATS`, or what `observed_format` finds in them.
 
 | field | text |
 |---|---|
@@ -144,13 +144,14 @@ def _no_constant(text: str) -> Any:
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _SPACE, _SPACE_TO_END = re.compile(r"\s*"), re.compile(r"\s*\Z")
+_CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
 _FIELD = re.compile(r"\{(\w+)\}")
 _BODIES = ("object", "objects", "json", "xml", "python", "quoted")
 _MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[^<\s]+")  # a word of the template's own text
 _FIRST_MARK = re.compile(r"\s*(?:<[^<>{]*>|\[[A-Z_]+\]|[^\n{]*)")
 _TEXTS = {
     "name": r"""(?P<name>[^\s<>(){}\[\]"]+)""", "number": r"(?P<number>\d+)", "id": r"(?P<id>[^\s\[\]{}]*)",
-    "key": r'(?P<key>[^<>\n"]+)', "value": "(?P<value>.*?)", "string": r"(?:true|false)",
+    "key": r'(?P<key>[^<>\n"]+)', "value": "(?P<value>.*?)", "kind": r"\w*",
 }  # fmt: skip
 
 
@@ -160,7 +161,8 @@ def _pattern(text: str) -> str:
     texts = [
         r"\s*".join(["", *map(re.escape, piece.split()), ""]) if piece.strip() else r"\s*" for piece in pieces[::2]
     ]
-    fields = [_TEXTS[name] for name in pieces[1::2]]
+    names = pieces[1::2]
+    fields = [f"(?P={name})" if name in names[:place] else _TEXTS[name] for place, name in enumerate(names)]
     return "".join(text + name for text, name in zip(texts, [*fields, ""], strict=True))
 
 
@@ -237,7 +239,7 @@ class _Reader:
         match form.body:
             case "object" | "objects":
                 yield from self._take_objects()
-                while self.format.separator and self._take(self.format.separator):
+                while self._take(self.format.separator):
                     yield from self._take_objects()
             case "python":
                 yield from self._take_python()
@@ -269,7 +271,8 @@ class _Reader:
     def _take_xml(self) -> dict[str, RawText]:
         arguments = {}
         while found := self._take(self.format.argument_pattern):
-            arguments[found["key"].strip()] = RawText(found["value"])
+            literal = _CDATA.fullmatch(found["value"])
+            arguments[found["key"].strip()] = RawText(literal[1] if literal else found["value"])
         return arguments
 
     def _take_quoted(self) -> Any:
@@ -279,7 +282,8 @@ class _Reader:
         found = text.match(self.text, self.place)
         assert found is not None  # it may be empty
         piece = re.compile(
-            rf'{quote}(?P<string>.*?){quote}|"(?:\\.|[^"\\])*"|(?P<word>[^\s{{}}\[\],:"]+)(?P<key>\s*:)?', re.DOTALL
+            rf"""{quote}(?P<string>.*?){quote}|"(?:\\.|[^"\\])*"|(?P<word>[^\s{{}}\[\],:"][^\n{{}}\[\],:"]*)(?P<key>:)?""",
+            re.DOTALL,
         )
 
         def as_json(piece: re.Match[str]) -> str:
@@ -287,7 +291,8 @@ class _Reader:
                 return _json(piece["string"])
             if piece["word"] is None:
                 return piece[0]
-            return f"{_json(piece['word'])}:" if piece["key"] else _CONSTANTS.get(piece["word"], piece["word"])
+            word = piece["word"].rstrip()
+            return f"{_json(word)}:" if piece["key"] else _CONSTANTS.get(word, word)
 
         try:
             value = _DECODER.decode(piece.sub(as_json, found[0]))
@@ -380,6 +385,16 @@ def _python_value(node: ast.expr) -> Any:
 
 
 THINK = ("<think>", "</think>")
+# Marks around the thinking of models that have others, and a regular expression of marks around the text.
+THINKING = (
+    (("<|channel|>analysis<|message|>", "<|end|>"),
+     r"<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w+)?<\|message\|>|<\|start\|>assistant|<\|end\|>"),
+    (("<|START_THINKING|>", "<|END_THINKING|>"), r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
+    (("<|channel>thought\n", "<channel|>"), r"(?!)"),
+    (("<|inner_prefix|>", "<|inner_suffix|>"), r"(?!)"),
+    (("<seed:think>", "</seed:think>"), r"(?!)"),
+    (("[THINK]", "[/THINK]"), r"(?!)"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -402,12 +417,13 @@ class Format:
     between: str = "\n"
     also: tuple[str, ...] = ()  # other texts of a call, which are read
     keys: tuple[str, ...] = ("name", "arguments")  # of {object}; (): the name is the key
-    argument: str = ""  # of {xml}: with {key}, {value}, and {string}, which is true or false
+    argument: str = ""  # of {xml}: with {key}, {value}, and {kind}
+    kinds: tuple[str, str] = ("", "")  # the {kind} of a text, and of another value
     quote: str = ""  # of {quoted}
     id: str = ""  # of a call, with {name} and {number}; "": what the call has
     first: str = ""  # regular expression of the mark before a call, if it is not that of `call`
     thinking: tuple[str, str] = THINK  # marks around the thinking; those of THINK are read in every format
-    frame: str = r"(?!)"  # regular expression of marks around the text, which are left out
+    frame: str = r"(?!)"  # marks around the text, which are left out
 
     def read(self, text: str) -> ParsedTurn:
         """Read the calls in the text of a turn. Never raises, whatever the text.
@@ -452,7 +468,7 @@ class Format:
 
     def _text(self, call: ToolCall, number: int) -> str:
         id = self.id.format(name=call.name, number=number)
-        values = {"name": call.name, "id": id}
+        values = {"name": call.name, "id": id or f"{number:09}", "number": str(number)}
         body = next(name for name in _FIELD.findall(self.call) if name in _BODIES)
         match body:
             case "object":
@@ -472,7 +488,7 @@ class Format:
 
     def _argument(self, key: str, value: Any) -> str:
         text = value if isinstance(value, str) else _json(value)
-        values = {"key": key, "value": text, "string": _json(isinstance(value, str))}
+        values = {"key": key, "value": text, "kind": self.kinds[not isinstance(value, str)]}
         return _FIELD.sub(lambda field: values[field[1]], self.argument)
 
     @cached_property
@@ -483,12 +499,14 @@ class Format:
     @cached_property
     def marks(self) -> frozenset[str]:
         """Words of the text of a call, by which a template that only describes it is known."""
-        pieces = _FIELD.split(self.call)[::2] + _FIELD.split(self.argument)[::2] + self.turn.split("{}")
-        return frozenset(word for piece in pieces for word in _MARK.findall(piece) if len(word) > 3)
+        return frozenset(
+            word for piece in _FIELD.split(self.call)[::2] for word in _MARK.findall(piece) if len(word) > 3
+        )
 
     @cached_property
     def first_mark(self) -> re.Pattern[str]:
-        return re.compile(self.first or re.escape(_FIRST_MARK.match(self.call)[0].strip()), re.MULTILINE)  # type: ignore
+        words = _FIRST_MARK.match(self.call)[0].split()  # type: ignore[index]
+        return re.compile(self.first or r"\s*".join(map(re.escape, words)), re.MULTILINE)
 
     @cached_property
     def end_mark(self) -> re.Pattern[str]:
@@ -508,10 +526,10 @@ class Format:
         return "xml" not in _FIELD.findall(self.call) or bool(self.forms[0].closing)
 
     @cached_property
-    def separator(self) -> re.Pattern[str] | None:
-        """What may stand between several {object}; None: they have marks."""
+    def separator(self) -> re.Pattern[str]:
+        """What may stand between several {object}."""
         mark = self.between.strip()
-        return re.compile(re.escape(mark) + r"|(?=\{)") if mark and self.turn == "{}" else None
+        return re.compile((f"{re.escape(mark)}|" if mark else "") + r"(?=\{)")
 
     @cached_property
     def forms(self) -> tuple[_Form, ...]:
@@ -557,50 +575,25 @@ def _quoted(value: Any, quote: str) -> str:
 
 _BARE = re.compile(r"[\w.-]+")
 _LLAMA_KEYS = r'\{\s*+"(?:name|type|function|parameters|arguments)"\s*:'
-_QWEN = "<parameter={key}>\n{value}\n</parameter>\n"
-_GLM = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
 _HARMONY = " to=functions.{name}%s<|message|>{json}<|call|>"
 
-# The first one that reads the calls of a template is the template's.
+# Forms without a mark of their own before a call, and those of which a model writes more than its chat template does.
+# `observed_format` finds the others.
 FORMATS = {
     format.name: format
     for format in (
-        Format("qwen_xml", "<tool_call>\n<function={name}>\n{xml}</function>\n</tool_call>", argument=_QWEN),
-        Format("glm", "<tool_call>{name}\n{xml}</tool_call>", argument=_GLM),
-        Format(
-            "hy3", "<tool_call>{name}<tool_sep>\n{xml}</tool_call>", "<tool_calls>\n{}\n</tool_calls>",
-            argument=_GLM,
-        ),
-        Format(
-            "hunyuan", "<tool_call>{name}\n```json\n{json}\n```</tool_call>", "<tool_calls>{}</tool_calls>",
-            also=("<tool_call>function<tool_sep>{name}\n```json\n{json}\n```</tool_call>",),
-        ),
         Format("hermes", "<tool_call>\n{object}\n</tool_call>"),
-        Format(
-            "seed", "<seed:tool_call>\n<function={name}>\n{xml}</function>\n</seed:tool_call>",
-            argument="<parameter={key}>{value}</parameter>\n", thinking=("<seed:think>", "</seed:think>"),
-        ),
-        Format(
-            "minimax", '<invoke name="{name}">\n{xml}</invoke>', "<minimax:tool_call>\n{}\n</minimax:tool_call>",
-            argument='<parameter name="{key}">{value}</parameter>\n',
-        ),
-        Format(
-            "deepseek_xml", '<｜DSML｜invoke name="{name}">\n{xml}</｜DSML｜invoke>',
-            "<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>",
-            argument='<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n',
-        ),
+        Format("lfm2", "<|tool_call_start|>[{python}]<|tool_call_end|>", between=", "),
         Format(
             "deepseek3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json}\n```<｜tool▁call▁end｜>",
             "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>",
         ),
         Format(
-            "deepseek31", "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json}<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", "",
-        ),
-        Format(
             "kimi", "<|tool_call_begin|>{id}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
             "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>", "", id="functions.{name}:{number}",
         ),
+        Format("granite3", "<|tool_call|>{objects}"),
+        Format("phi4", "<|tool_call|>{objects}<|/tool_call|>"),
         Format(
             "harmony", _HARMONY % "<|channel|>commentary json", between="<|start|>assistant",
             also=tuple(
@@ -611,41 +604,10 @@ FORMATS = {
                 )
             ),
             first=r"(?:\A|<\|start\|>assistant)\s*(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
-            thinking=("<|channel|>analysis<|message|>", "<|end|>"),
-            frame=r"<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w+)?<\|message\|>|"
-            r"<\|start\|>assistant|<\|end\|>",
         ),
-        Format(
-            "cohere", "<|START_ACTION|>{objects}<|END_ACTION|>", keys=("tool_name", "parameters", "tool_call_id"),
-            thinking=("<|START_THINKING|>", "<|END_THINKING|>"), frame=r"<\|(?:START|END)_RESPONSE\|>",
-        ),
-        Format(
-            "gemma4", "<|tool_call>call:{name}{quoted}<tool_call|>", between="", quote='<|"|>',
-            thinking=("<|channel>thought\n", "<channel|>"),
-        ),
-        Format(
-            "functiongemma", "<start_function_call>call:{name}{quoted}<end_function_call>", between="",
-            quote="<escape>",
-        ),
-        Format(
-            "cohere1", "Action: ```json\n{objects}\n```", keys=("tool_name", "parameters"), first=r"Action:\s*```json"
-        ),
-        Format("nemotron", "<TOOLCALL>{objects}</TOOLCALL>"),
-        Format("granite3", "<|tool_call|>{objects}"),
-        Format("phi4", "<|tool_call|>{objects}<|/tool_call|>"),
-        Format(
-            "apertus", "<|tools_prefix|>{objects}<|tools_suffix|>", keys=(),
-            thinking=("<|inner_prefix|>", "<|inner_suffix|>"),
-        ),
-        Format("tool_calls", "<tool_calls>{objects}</tool_calls>"),
-        Format("olmo3", "<function_calls>{python}</function_calls>"),
-        Format("lfm2", "<|tool_call_start|>[{python}]<|tool_call_end|>", between=", "),
-        Format("internlm2", "<|action_start|><|plugin|>\n{object}<|action_end|>", keys=("name", "parameters")),
-        Format("functionary", "<function={name}>{json}</function>", between=""),
         Format(
             "mistral", "[TOOL_CALLS]{name}[ARGS]{json}", between="",
             also=("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{json}", "[TOOL_CALLS]{objects}"),
-            thinking=("[THINK]", "[/THINK]"),
         ),
         Format(
             "llama3", "{object}", between="; ", keys=("name", "parameters"),

@@ -101,15 +101,22 @@ def _in_worker(request: Mapping[str, Any]) -> Message:
 
 def _text(request: Mapping[str, Any]) -> str:
     """The text for a request of `render`. Raises TemplateFailed."""
-    try:
-        rendered: Any = render_jinja_template(
+
+    def rendered(tools: Any) -> str:
+        texts: Any = render_jinja_template(
             conversations=[request["messages"]],
             chat_template=request["template"],
-            tools=request["tools"] or None,
+            tools=tools,
             add_generation_prompt=request["answer_begins"],
             **request["special_tokens"],
         )
-        text = str(rendered[0][0])
+        return str(texts[0][0])
+
+    try:
+        try:
+            text = rendered(request["tools"] or None)
+        except TypeError:  # of a template for tools that always reads their list
+            text = rendered(request["tools"])
     except TemplateSyntaxError as error:
         reason = f"does not parse: line {error.lineno}: {error.message}"
     except MemoryError:
