@@ -236,4 +236,22 @@ def test_results_follow_a_call_as_in_one_rendering(name: str, text: str) -> None
     assert whole.removesuffix(after).endswith("It is 42.<|end|>" if name == "harmony" else CLOSED[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        (
+            "harmony", "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>42",
+            "<think>I add.</think>42",
+        ),
+        ("harmony", "<|channel|>final<|message|>42<|return|>", "42"),
+        ("harmony", "<|channel|>analysis<|message|>I a", "<think>I a"),
+        ("glm", "<think>I add.</think>42<|user|>", "<think>I add.</think>42"),
+    ],
+)  # fmt: skip
+def test_a_completion_is_decoded_with_its_thinking(name: str, text: str, shown: str) -> None:
+    """For rewards, although the marks of its channels are special tokens."""
+    chat = chat_of(FRAMES[name])
+    assert chat.decode(chat.encode_text(text)) == shown
+
+
 CLOSED = {"glm": "It is 42.", "gemma4": "It is 42.<turn|>"}

@@ -16,8 +16,6 @@ from covey.llm.conversation.encoding import PLAIN_TURN, QUESTION, ConversationEn
 from covey.llm.conversation.observed_format import FIRST, SECOND, observed_format
 from covey.llm.conversation.tool_calls import (
     FORMATS,
-    THINK,
-    THINKING,
     CannotRead,
     Format,
     ParsedTurn,
@@ -25,6 +23,7 @@ from covey.llm.conversation.tool_calls import (
     ToolCall,
     call_of,
     given_calls,
+    marks_of,
 )
 from covey.llm.conversation.tools import ERROR, Tool, ToolError, check_call, schema_of
 from covey.llm.model.chat import MARKER, Chat, Message
@@ -183,9 +182,8 @@ def call_format(chat: Chat, tools: Sequence[Tool] = ()) -> CallFormat:
 
 @lru_cache(maxsize=8)
 def _format_of(chat: Chat, template: str) -> CallFormat:
-    marks = (THINK, r"(?!)")  # around the thinking, and around the text
-    marks = next((each for each in THINKING if each[0][0].strip() in template), marks)
-    rows = [replace(each, thinking=marks[0], frame=marks[1]) for each in FORMATS.values()]
+    thinking, frame = marks_of(template)
+    rows = [replace(each, thinking=thinking, frame=frame) for each in FORMATS.values()]
     if not chat.writes_calls(template):
         text = " ".join([template, *map(str, chat.tokenizer.added_tokens_decoder.values())])
         known = (each for each in rows if all(mark in text for mark in each.marks))
@@ -200,9 +198,9 @@ def _format_of(chat: Chat, template: str) -> CallFormat:
             if text
         ]
         candidates: list[CallFormat] = list(rows)
-        one, two = (re.sub(marks[1], "", rows[0].thought_end.split(text)[-1]) for text in texts[:2])
+        one, two = (re.sub(frame, "", rows[0].thought_end.split(text)[-1]) for text in texts[:2])
         if observed := observed_format(one, two, usual):
-            candidates.append(replace(observed, thinking=marks[0], frame=marks[1]))
+            candidates.append(replace(observed, thinking=thinking, frame=frame))
         if getattr(chat.tokenizer, "response_template", None):
             candidates.insert(0, DeclaredFormat(chat))
         for strict in (True, False):

@@ -397,6 +397,21 @@ THINKING = (
 )  # fmt: skip
 
 
+def marks_of(template: object) -> tuple[tuple[str, str], str]:
+    """The marks around the thinking that a chat template has, and the regular expression of marks around the text."""
+    return next((each for each in THINKING if each[0][0].strip() in str(template)), (THINK, r"(?!)"))
+
+
+def with_common_marks(text: str, thinking: tuple[str, str], frame: str) -> str:
+    """The text with the marks of THINK around the thinking, and none around the rest; arguments as of `marks_of`."""
+    if thinking == THINK:
+        return text
+    first, last = thinking
+    thought = re.escape(first) + "(.*?)" + re.escape(last)
+    text = re.sub(thought, lambda found: found[1].join(THINK), text, flags=re.DOTALL)
+    return re.sub(frame, "", text).replace(first, THINK[0]).replace(last, THINK[1])
+
+
 @dataclass(frozen=True)
 class _Form:
     """A text of a call, divided for reading: before the arguments, what they are, the marks after them."""
@@ -445,11 +460,7 @@ class Format:
         if reader.calls or reader.errors:
             for mark in filter(None, map(str.strip, self.turn.split("{}"))):
                 content = content.replace(mark, "")
-        if self.thinking != THINK:
-            first, last = self.thinking
-            thought = re.escape(first) + "(.*?)" + re.escape(last)
-            content = re.sub(thought, lambda found: found[1].join(THINK), content, flags=re.DOTALL)
-            content = re.sub(self.frame, "", content).replace(first, THINK[0]).replace(last, THINK[1])
+        content = with_common_marks(content, self.thinking, self.frame)
         calls = tuple(call.numbered(number) for number, call in enumerate(reader.calls))
         return ParsedTurn(content.strip(), calls, tuple(reader.errors), tuple(reader.unread))
 

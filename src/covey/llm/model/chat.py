@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from covey.config import ChatConfig, ConfigError
-from covey.llm.conversation.tool_calls import ToolCall, given_calls
+from covey.llm.conversation.tool_calls import ToolCall, given_calls, marks_of, with_common_marks
 from covey.llm.data.images import ImagePrompt
 from covey.llm.model.chat_templates import TemplateFailed, render
 from covey.llm.model.images import ImageReader
@@ -246,8 +247,20 @@ class Chat:
         return {**self.tokenizer.special_tokens_map, **self._template_options}
 
     def decode(self, actions: Sequence[int]) -> str:
-        """Decode a completion, without the end token and other special tokens."""
-        return str(self.tokenizer.decode(list(actions), skip_special_tokens=True))
+        """Decode a completion, without the end token and other special tokens. Thinking whose marks are special tokens
+        is between <think> and </think>.
+        """
+        marks, specials = self._marks
+        text = str(self.tokenizer.decode(list(actions), skip_special_tokens=specials is None))
+        return text if specials is None else specials.sub("", with_common_marks(text, *marks))
+
+    @cached_property
+    def _marks(self) -> tuple[tuple[tuple[str, str], str], re.Pattern[str] | None]:
+        """The marks of `marks_of`, and the special tokens; None: the marks have none."""
+        marks = marks_of(self.tokenizer.chat_template)
+        specials = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        has_some = any(token in marks[0][0] for token in specials)
+        return marks, re.compile("|".join(map(re.escape, specials))) if has_some else None
 
 
 def _for_template(message: Message) -> dict[str, Any]:
