@@ -21,7 +21,7 @@ pear pig plane rice ring road rope rose
 """
 
 
-def right(completions, **columns):
+def right(completions: list[list[dict[str, str]]], **columns: object) -> list[float]:
     """1 for one sentence of five to seven words that ends with a full stop, else 0."""
     texts = [completion[-1]["content"].strip() for completion in completions]
     return [float(5 <= len(text.split()) <= 7 and text.endswith(".") and text.count(".") == 1) for text in texts]
