@@ -108,16 +108,36 @@ def test_a_block_that_is_no_command_prints_none() -> None:
     assert not unseen
 
 
+ROWS = [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]
+
+
 def test_every_option_that_is_named_exists() -> None:
     _, commands = build_parser()
     known = {option for command in commands.values() for option in command._option_string_actions}
     known.add("--sampler")  # short for --sampler.kind
-    for row in [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]:
+    for row in ROWS:
         dashed = row.name.replace("_", "-")
         known |= {f"--{dashed}", f"--{row.section.split()[0]}.{dashed}" if row.section else ""}
     for page in PAGES:
         spans = re.findall(r"`((?:covey |--)[^`]+)`", page.read_text(encoding="utf-8"))
         assert {option for span in spans for option in re.findall(r"--[a-z][\w.-]*", span)} <= known, page.name
+
+
+def test_every_field_that_is_named_with_its_table_exists() -> None:
+    known = {f"{row.section.split()[0]}.{row.name}" for row in ROWS if row.section}
+    tables = {name.partition(".")[0] for name in known}
+    for page in PAGES:
+        named = re.findall(r"`([a-z]+\.[a-z_0-9]+)(?: = [^`]*)?`", page.read_text(encoding="utf-8"))
+        fields = {name for name in named if name.partition(".")[0] in tables and Path(name).suffix != ".py"}
+        assert fields <= known, page.name
+
+
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert not [
+        page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and f"]({page.name}" not in index
+    ]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "python"], ids=lambda block: block.where)
