@@ -220,6 +220,12 @@ def test_every_file_of_the_code_and_the_tests_that_a_page_names_exists() -> None
             assert any((ROOT / folder / name).exists() for folder in ("", "src/covey", "tests")), f"{page.name}: {name}"
 
 
+def test_every_folder_that_the_page_on_design_names_exists() -> None:
+    named = set(re.findall(r"`((?:\w+/)+)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8")))
+    assert "llm/tasks/" in named
+    assert not [name for name in named if not (ROOT / "src" / "covey" / name).is_dir()]
+
+
 def test_the_picture_of_the_layout_has_the_imports():
     assert size.picture() in (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 
