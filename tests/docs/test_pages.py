@@ -132,6 +132,10 @@ def test_every_field_that_is_named_with_its_table_exists() -> None:
         assert fields <= known, page.name
 
 
+def test_the_pages_have_at_most_55_000_words() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in ROOT.glob("docs/*.md")) <= 55_000
+
+
 def test_every_page_is_two_clicks_from_the_readme() -> None:
     assert "](docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
