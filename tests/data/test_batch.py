@@ -27,11 +27,6 @@ def test_collate_by_hand():
     assert batch.group_B.tolist() == [0, 0, 1]
 
 
-def test_an_action_with_the_id_of_padding_is_a_decision():
-    batch = collate([Group(Start(0, "a"), [rollout([0, 0, 0], 1.0)])])
-    assert batch.mask_BT.tolist() == [[True, True, True]]
-
-
 def test_without_step_rewards_the_last_decision_earns_all():
     assert collate(two_groups()).rewards_BT.tolist() == [[0, 0, 1], [0, 0, 0], [0, 0.5, 0]]
 
@@ -73,12 +68,6 @@ def test_select_keeps_rows_and_cuts_columns_nobody_decided():
     assert part.reward_B.tolist() == [0.5, 0.0]
     assert part.group_B.tolist() == [1, 0]
     assert len(part) == 2
-
-
-def test_select_keeps_a_gap_before_the_last_decision():
-    batch = collate(two_groups())
-    batch.mask_BT[0] = torch.tensor([True, False, True])
-    assert batch.select(torch.tensor([0])).mask_BT.tolist() == [[True, False, True]]
 
 
 def test_select_cuts_the_optional_tensors_too():
