@@ -10,8 +10,7 @@ import torch
 
 from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlCritic
-from covey.control.reward_scaling import RewardScale
-from covey.control.sampler import FragmentSampler, ResetSeeds
+from covey.control.sampler import FragmentSampler, ResetSeeds, RewardScale
 from covey.data import Batch, EndReason, Group, collate
 from covey.train.state import Components
 from helpers import toy_envs

@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 
-from covey.control.branch_sampler import BranchSampler
-from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
-from covey.control.sampler import EpisodeSampler, FragmentSampler, ResetSeeds
+from covey.control.sampler import (
+    BranchSampler,
+    ClipReward,
+    EpisodeSampler,
+    FragmentSampler,
+    ResetSeeds,
+    RewardScale,
+    RunningStdScaling,
+)
 from covey.data import EndReason, Group
 from helpers import toy_envs
 from helpers.counting_environment import COUNTING

@@ -7,9 +7,8 @@ import pytest
 
 from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import RewardScale
 from covey.control.rollout_buffer import ActionRng, collect_episodes
-from covey.control.sampler import EpisodeSampler, ResetSeeds, reset_seeds
+from covey.control.sampler import EpisodeSampler, ResetSeeds, RewardScale, reset_seeds
 from covey.data import EndReason, Group, Rollout, collate
 from covey.runtime.rng import SAMPLING, uniforms
 from helpers import toy_envs

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.config import ConfigError
-from covey.runtime.ema import EMAWeights
+from covey.runtime.optimizer import EMAWeights
 
 
 def linear(value: float, dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -11,7 +11,7 @@ from covey.cli.main import main
 from covey.config import ConfigError, CriticConfig, LoRAConfig, LossConfig, ReferenceConfig, RunConfig, UpdateConfig
 from covey.experiment.plan import check_memory
 from covey.llm.generation import backend
-from covey.llm.memory.estimate import activation_bytes, activation_change, adapter_parameters, predict
+from covey.llm.memory import activation_bytes, activation_change, adapter_parameters, predict
 from covey.llm.model.lora import add_adapter
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy

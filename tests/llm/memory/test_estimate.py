@@ -27,10 +27,18 @@ from covey.config import (
 from covey.config.machine import processors
 from covey.config.rewards import BUILT_IN_REWARDS
 from covey.experiment.plan import check_memory, plan_memory
+from covey.llm import memory as estimate
 from covey.llm.generation import backend
-from covey.llm.memory import estimate
-from covey.llm.memory.dimensions import SMOLLM2_135M, find_model_config, read_dimensions
-from covey.llm.memory.estimate import MemoryPlan, activation_bytes, frozen_parameters, largest_microbatch, predict
+from covey.llm.memory import (
+    SMOLLM2_135M,
+    MemoryPlan,
+    activation_bytes,
+    find_model_config,
+    frozen_parameters,
+    largest_microbatch,
+    predict,
+    read_dimensions,
+)
 from covey.llm.model import prefix_attention
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy

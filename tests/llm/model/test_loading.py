@@ -26,12 +26,12 @@ from covey.config.rules import validate
 from covey.experiment import job
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.run import run
-from covey.llm.memory import estimate
-from covey.llm.memory.dimensions import find_model_config, read_dimensions
+from covey.llm import memory as estimate
+from covey.llm.memory import find_model_config, read_dimensions
 from covey.llm.model.loading import load_model, resolve_checkpoint
 from covey.llm.tasks import Arithmetic
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.ema import EMAWeights
+from covey.runtime.optimizer import EMAWeights
 from covey.train.loop import train_step
 from covey.train.prepare import NO_REFERENCE
 from helpers.tiny_models import tiny_folder

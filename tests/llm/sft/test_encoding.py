@@ -10,9 +10,8 @@ from covey.config.sft import SFTConfig
 from covey.llm.data.rows import encode_fitting
 from covey.llm.data.sft_examples import check_rows
 from covey.llm.model.chat import Chat
-from covey.llm.sft.encoding import SFT_OPTIONS, ExampleEncoder, longest_example
+from covey.llm.sft.encoding import SFT_OPTIONS, ExampleEncoder, calculator_examples, longest_example
 from covey.llm.sft.function_rows import read_function
-from covey.llm.sft.sources import calculator_examples
 from helpers.chat_models import CHAT_MODELS, chat_of
 from helpers.tiny_models import tiny_tokenizer
 

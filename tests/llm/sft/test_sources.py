@@ -11,8 +11,7 @@ from covey.llm.conversation.styles import Style
 from covey.llm.conversation.tool_calls import ToolCall
 from covey.llm.conversation.tools import describe_tools
 from covey.llm.data.sft_examples import check_rows
-from covey.llm.sft.encoding import ExampleEncoder
-from covey.llm.sft.sources import calculator_examples
+from covey.llm.sft.encoding import ExampleEncoder, calculator_examples
 from covey.llm.tasks import Arithmetic
 from covey.llm.tasks.generated import is_held_out
 from helpers.chat_models import CHAT_MODELS, chat_of
