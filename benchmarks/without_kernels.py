@@ -36,8 +36,7 @@ from covey.llm.tasks import Arithmetic
 from covey.runtime.device import set_threads
 from covey.runtime.optimizer import MasterAdamW, StepResult
 from covey.tracking.statistics import accuracy
-from covey.train.controllers import Coefficient
-from covey.train.learners import PolicyLearner, UpdatePlan
+from covey.train.learners import Coefficient, PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update
 

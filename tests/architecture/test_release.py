@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,6 +43,20 @@ def test_both_builds_of_torch_have_one_version_and_hashes() -> None:
     for name in ("requirements.lock", "torch.lock", "torch-cpu.lock", "model.lock", "triton.lock", "bitsandbytes.lock"):
         lines = (ROOT / name).read_text().replace("\\\n", "").splitlines()
         assert [line for line in lines if not line.startswith("#") and "--hash=sha256:" not in line] == []
+
+
+def test_the_lowest_versions_of_the_ranges_are_tested() -> None:
+    """`make lowest` installs lowest.lock over the other locks; so a new range needs `make lock`."""
+    installed: dict[str, str] = {}
+    for name in ("requirements.lock", "torch.lock", "bitsandbytes.lock", "tests/helpers/lowest.lock"):
+        installed |= re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / name).read_text(), re.M)
+    (extras,) = re.findall(r"^LOWEST_EXTRAS := (.*)", (ROOT / "Makefile").read_text(), re.M)
+    optional = [text for extra in extras.split() for text in PROJECT["optional-dependencies"][extra]]
+    wanted = [Requirement(text) for text in PROJECT["dependencies"] + optional]
+    lowest = {one.name: spec.version for one in wanted for spec in one.specifier if spec.operator == ">="}
+    assert {name: Version(installed[name]) for name in lowest} == {
+        name: Version(version) for name, version in lowest.items()
+    }
 
 
 def test_workflows_try_every_python_that_is_allowed() -> None:

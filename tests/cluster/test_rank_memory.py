@@ -17,11 +17,10 @@ from covey.config import (
 )
 from covey.data import Batch, Team
 from covey.experiment.plan import must_shard
-from covey.llm.memory.estimate import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
+from covey.llm.memory import MemoryPlan, adapter_parameters, largest_microbatch, microbatches_of_shard, predict
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import GradientTree
+from covey.runtime.distributed import GradientTree, shard_rows
 from covey.runtime.optimizer import MasterAdamW, fits_replicated, replica_bytes
-from covey.train.gather import shard_rows
 from covey_cluster.rank_memory import (
     predict_sharded,
     rollout_bytes,

@@ -9,8 +9,7 @@ import torch
 
 from covey.config import ClusterConfig, ConfigError, CriticConfig, LoRAConfig, RunConfig, UpdateConfig
 from covey.experiment.plan import Place
-from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
-from covey.llm.memory.estimate import adapter_parameters, microbatches_of_shard
+from covey.llm.memory import SMOLLM2_135M, adapter_parameters, microbatches_of_shard, read_dimensions
 from covey_cluster.communication import Passes, Traffic, sharded_traffic, whole_weights_traffic
 from covey_cluster.rank_report import REPLICATED, SHARDED, RankPlanner, plan_ranks
 from covey_cluster.report import DevicesConfig, SimulationConfig

@@ -34,8 +34,15 @@ from covey.comparison.estimates import (
     smoothed,
     trailing_mean,
 )
-from covey.comparison.figure import draw_final_scores, draw_learning_curves, draw_metrics
-from covey.comparison.report import Comparison, findings, markdown_report, summarise
+from covey.comparison.report import (
+    Comparison,
+    draw_final_scores,
+    draw_learning_curves,
+    draw_metrics,
+    findings,
+    markdown_report,
+    summarise,
+)
 from covey.config import ConfigError
 from covey.tracking.wording import ACCURACY, CONTROL, SECONDS
 

@@ -9,8 +9,7 @@ import pytest
 
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, ReplayConfig, RunConfig
 from covey.config.fields import check_limits, iter_fields, plain_type
-from covey.config.follow import get
-from covey.config.recipe import PACKAGED_RECIPES, read_recipe
+from covey.config.recipe import PACKAGED_RECIPES, get, read_recipe
 
 RECIPES = sorted(path.stem for path in PACKAGED_RECIPES.glob("*.toml"))
 NUMBERS = {int: (0, 1, 2, 3, 1000), float: (0.0, 0.5, 1.0, 3.0), bool: ("true", "false")}

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from covey.algorithms import grpo
-from covey.control.branch_sampler import BranchSampler
 from covey.control.envs.vector_env import Environments, Step
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import RewardScale
-from covey.control.sampler import ResetSeeds
+from covey.control.sampler import BranchSampler, ResetSeeds, RewardScale
 from covey.data import Group, Rollout, Start, collate
 from covey.runtime.rng import BRANCHING, SAMPLING, uniforms
 from helpers import toy_envs

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from covey.config import ConfigError, EnvironmentConfig
-from covey.control.branch_sampler import BranchSampler
 from covey.control.envs.render import render_episode
 from covey.control.envs.spaces import Discrete
 from covey.control.envs.vector_env import make_environments
 from covey.control.mlp import RunningMeanStd
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.reward_scaling import RewardScale
-from covey.control.sampler import EpisodeSampler, FragmentSampler, ResetSeeds
+from covey.control.sampler import BranchSampler, EpisodeSampler, FragmentSampler, ResetSeeds, RewardScale
 from covey.data import collate
 from covey.experiment.control import ControlBuilder, episode_returns
 from helpers import toy_envs

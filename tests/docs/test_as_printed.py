@@ -61,7 +61,6 @@ NOT_RUN = {
     "covey export runs/my_adapter-001@60 my_lora --adapter": "the run of this test has two steps",
     "covey export runs/arithmetic_grpo-001@best my_best_model": "the run of this test has no evaluation in between",
     "covey export runs/arithmetic_grpo-001 my_model --gguf q8_0": "the tiny model has other tokens",
-    ".venv/bin/python benchmarks/recording.py": "takes minutes, in the repository",
     "pip install 'covey[math]'": "downloads math-verify",
     ".venv/bin/python benchmarks/ranks.py --rounds 3 --steps 3": "takes minutes, in the repository",
     ".venv/bin/covey serve smollm2-135m": "answers until Ctrl-C",
@@ -77,23 +76,6 @@ NOT_RUN = {
     "tensorboard --logdir runs": "serves a page until Ctrl-C",
 } | dict.fromkeys(
     (
-        "covey train outcome_grpo --seed 1 --token-budget 40000 --run-dir runs/policy",
-        "covey train outcome_grpo --seed 2 --token-budget 60000 --model runs/policy --run-dir runs/completer",
-        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output a.jsonl "
-        "--prompts 192 --completions 6 --continuations 4 --estimate soft",
-        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output b.jsonl "
-        "--prompts 40 --completions 6 --continuations 4 --estimate soft --seed 1",
-        "covey reward-model label process_grpo --completer runs/completer --output c.jsonl "
-        "--prompts 96 --completions 4 --continuations 4 --estimate soft --seed 2",
-        "covey reward-model label process_grpo --model runs/policy --completer runs/completer --output d.jsonl "
-        "--prompts 480 --completions 3 --continuations 4 --estimate soft --seed 5",
-        "covey reward-model train abc.jsonl --held-out-fraction 0.12 --model runs/completer --run-dir runs/prm1 "
-        "--epochs 3 --batch-size 16 --learning-rate 1e-4 --warmup-steps 10",
-        "covey reward-model train abc.jsonl --held-out-fraction 0.12 --model runs/prm1 --run-dir runs/prm2 "
-        "--epochs 3 --batch-size 16 --learning-rate 4e-5 --warmup-steps 5 --seed 1",
-        "covey reward-model train abcd.jsonl --held-out held_out.jsonl --overlap drop --model runs/prm2 "
-        "--run-dir runs/prm3 --epochs 2 --batch-size 16 --learning-rate 6e-5 --warmup-steps 5 --seed 2",
-        "covey train prm.toml --run-dir runs/prm_grpo",
         "covey sft calculator_grpo",
         "covey train calculator_grpo --model runs/calculator_grpo_sft-001/model",
     ),
@@ -314,7 +296,8 @@ def test_a_page_runs_as_printed(
             recipe = recipe_of(block, tmp_path)
             if recipe not in trained:
                 reader.train(["train", recipe])
-    assert not printed or any(environment.cache.rglob("kernels-*.so")), "the wheel's kernels were compiled"
+    trains = page.name != "sentences.py"
+    assert not (printed and trains) or any(environment.cache.rglob("kernels-*.so")), "the wheel's kernels were compiled"
 
 
 @pytest.mark.slow

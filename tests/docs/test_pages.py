@@ -6,6 +6,8 @@
 import ast
 import importlib
 import re
+import shlex
+import shutil
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +40,10 @@ BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks_of(page)]
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the files that the page prints and an environment of vLLM, where `covey serve` has created
-    the user's access token."""
+    """A folder with the files that the page prints, the examples and an environment of vLLM, where `covey serve` has
+    created the user's access token."""
     write_files(request.getfixturevalue("page"), tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     python = tmp_path / VLLM_PYTHON
     python.parent.mkdir(parents=True)
     python.touch(mode=0o755)
@@ -78,6 +81,14 @@ def test_every_command_of_a_page_is_read_without_a_mistake(page: Path, folder: P
             check_words(words)
 
 
+def test_every_command_of_a_script_is_read_without_a_mistake() -> None:
+    for script in ROOT.glob("benchmarks/*.sh"):
+        lines = re.findall(r"^ *covey (.*)$", script.read_text(encoding="utf-8").replace("\\\n", " "), re.M)
+        assert lines, script.name
+        for line in lines:
+            parse(shlex.split(line))
+
+
 def test_commands_are_found_on_the_pages() -> None:
     """The tests of this folder would pass if nothing was found any more."""
     commands = [words for block in BLOCKS if block.kind == "commands" for words in block.commands()]
@@ -97,16 +108,40 @@ def test_a_block_that_is_no_command_prints_none() -> None:
     assert not unseen
 
 
+ROWS = [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]
+
+
 def test_every_option_that_is_named_exists() -> None:
     _, commands = build_parser()
     known = {option for command in commands.values() for option in command._option_string_actions}
     known.add("--sampler")  # short for --sampler.kind
-    for row in [row for root in (RunConfig, ControlConfig) for row in describe_fields(root)]:
+    for row in ROWS:
         dashed = row.name.replace("_", "-")
         known |= {f"--{dashed}", f"--{row.section.split()[0]}.{dashed}" if row.section else ""}
     for page in PAGES:
         spans = re.findall(r"`((?:covey |--)[^`]+)`", page.read_text(encoding="utf-8"))
         assert {option for span in spans for option in re.findall(r"--[a-z][\w.-]*", span)} <= known, page.name
+
+
+def test_every_field_that_is_named_with_its_table_exists() -> None:
+    known = {f"{row.section.split()[0]}.{row.name}" for row in ROWS if row.section}
+    tables = {name.partition(".")[0] for name in known}
+    for page in PAGES:
+        named = re.findall(r"`([a-z]+\.[a-z_0-9]+)(?: = [^`]*)?`", page.read_text(encoding="utf-8"))
+        fields = {name for name in named if name.partition(".")[0] in tables and Path(name).suffix != ".py"}
+        assert fields <= known, page.name
+
+
+def test_the_pages_have_at_most_55_000_words() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in ROOT.glob("docs/*.md")) <= 55_000
+
+
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert not [
+        page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and f"]({page.name}" not in index
+    ]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "python"], ids=lambda block: block.where)
@@ -158,16 +193,41 @@ def test_every_link_leads_somewhere() -> None:
             assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
 
 
-SYMBOL = re.compile(r"\[`(\w+)`\]\((?:\.\./)*(src/[\w/]+\.py)\)")
+SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)*(src/[\w/]+\.py)\)")
 
 
 def test_every_function_that_a_page_links_to_is_defined_there() -> None:
     links = [(page.name, *match.groups()) for page in PAGES for match in SYMBOL.finditer(page.read_text())]
     assert len(links) >= 20
     for page, name, file in links:
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        assert name in defined, f"{page}: {name} is not in {file}"
+        if name == Path(file).name:
+            continue
+        scope: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        for part in name.removeprefix(f"{Path(file).stem}.").split(
+            "."
+        ):  # a function, `Class.method` or `module.function`
+            defined = {
+                node.name: node
+                for node in ast.iter_child_nodes(scope)
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            }
+            assert part in defined, f"{page}: {name} is not in {file}"
+            scope = defined[part]
+
+
+def test_every_file_of_the_code_and_the_tests_that_a_page_names_exists() -> None:
+    tests = {path.name for folder in ("tests", "extras") for path in (ROOT / folder).rglob("test_*.py")}
+    for page in [*PAGES, *ROOT.glob("docs/*/*.md"), ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text(encoding="utf-8")
+        assert set(re.findall(r"\btest_\w+\.py\b", text)) <= tests, page.name
+        for name in re.findall(r"`((?:[\w.-]+/)+\w+\.(?:py|h|cpp|toml))`", text):
+            assert any((ROOT / folder / name).exists() for folder in ("", "src/covey", "tests")), f"{page.name}: {name}"
+
+
+def test_every_folder_that_the_page_on_design_names_exists() -> None:
+    named = set(re.findall(r"`((?:\w+/)+)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8")))
+    assert "llm/tasks/" in named
+    assert not [name for name in named if not (ROOT / "src" / "covey" / name).is_dir()]
 
 
 def test_the_picture_of_the_layout_has_the_imports():

@@ -16,8 +16,7 @@ from covey.data import Team
 from covey.experiment.models import adapt, check_same_weights
 from covey.llm.model.lora import BASE_FILE, base_of
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.distributed import ShardedTeam
-from covey.runtime.sharding import is_sharded
+from covey.runtime.distributed import ShardedTeam, is_sharded
 from helpers import sharded_adapters
 from helpers.rank_cases import start_ranks
 from helpers.rank_runs import finish

@@ -15,8 +15,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
-from covey.runtime.distributed import ALONE
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import ALONE, WHOLE
 from covey.tracking.console import by_kind_tables
 from covey.tracking.wording import SCORE_KINDS
 from helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -7,8 +7,7 @@ import pytest
 from covey.cli.main import main
 from covey.config import ConfigError, LoRAConfig, LossConfig, RunConfig, SamplingConfig, UpdateConfig
 from covey.experiment.plan import CARDS, READING, Card, Work, decoding_step, find_card, step_seconds, update
-from covey.llm.memory.dimensions import read_dimensions
-from covey.llm.memory.estimate import adapter_parameters
+from covey.llm.memory import adapter_parameters, read_dimensions
 
 FIELDS = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -22,7 +22,7 @@ from covey.llm.policy import LanguagePolicy
 from covey.llm.reward_models.examples import choose_objective, encode_examples, kind_of_examples
 from covey.llm.sft.encoding import EncodedExample, batch_of
 from covey.runtime.checkpoint import CheckpointFolder
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import WHOLE
 from covey.runtime.variables import check_ranks
 from covey.tracking.run_folder import holds_run
 from covey.train.pace import Pace

@@ -10,7 +10,7 @@ from covey.core import schedules
 from covey.data import Group, Start, StepRecord, collate
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import fixed_size
-from covey.train.controllers import Coefficient
+from covey.train.learners import Coefficient
 from covey.train.loop import train
 from covey.train.state import Components, LoopConfig, Progress
 from helpers.gradients import make

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
-from covey.llm.memory.dimensions import SMOLLM2_135M, Dimensions, read_dimensions
+from covey.llm.memory import SMOLLM2_135M, Dimensions, read_dimensions
 from covey.llm.policy import LanguagePolicy
 
 GROUPED = {

@@ -42,7 +42,8 @@ def main(interpreters: list[str]) -> None:
     (wheel,), (sdist,) = dist.glob("covey-*-none-any.whl"), dist.glob("covey-*.tar.gz")
     check_contents(wheel, sdist)
     for interpreter in interpreters:
-        if shutil.which(interpreter):
+        # `--version`: a shim of pyenv is also there for versions that are not
+        if shutil.which(interpreter) and not subprocess.run([interpreter, "--version"], check=False).returncode:
             use(interpreter, [*dist.glob("*.whl")])
         else:
             print(f"== left out: {interpreter}, because it is not installed")

@@ -87,6 +87,12 @@ OWN_FILES = {
             json.dumps({"prompt": [{"role": "user", "content": thing}]}) + "\n" for thing in "abcdefghijkl"
         ),
     },
+    "docs/iterative.md": {
+        "sentences.jsonl": "".join(
+            json.dumps({"prompt": [{"role": "user", "content": f"Write a sentence about this: {thing}."}]}) + "\n"
+            for thing in ("apple", "bridge", "camera")
+        ),
+    },
     "docs/memory.md": {
         "path/to/config.json": json.dumps(TINY_CONFIG),
         "my_recipe.toml": '[task]\nname = "arithmetic"\n',

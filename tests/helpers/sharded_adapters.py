@@ -21,9 +21,8 @@ from covey.experiment.models import Models, adapt, divide
 from covey.llm.model.lora import adapted_layers, all_factors, merged_weight
 from covey.llm.policy import KLToReference, LanguagePolicy
 from covey.llm.remote.weights import gathered
-from covey.runtime.distributed import ShardedTeam, joined_ranks, own_shards
+from covey.runtime.distributed import ShardedTeam, is_sharded, joined_ranks, local, own_shards
 from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.sharding import is_sharded, local
 from helpers.recomputing import batch_of
 from helpers.tiny_models import tiny_model
 

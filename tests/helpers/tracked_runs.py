@@ -61,7 +61,7 @@ class WhenTracked(Interrupt):
     reward_model: bool = False
 
     def prepare(self) -> None:
-        from covey.llm.reward_models.iteration import IteratedRewardModel
+        from covey.llm.reward_models.training import IteratedRewardModel
         from covey.tracking.run_store import RunStore
 
         record, finish = RunStore.record, IteratedRewardModel._finish

@@ -4,8 +4,7 @@ from covey.algorithms import Algorithm
 from covey.core import schedules
 from covey.data import Batch, Critic, Policy
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.controllers import Coefficient
-from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
+from covey.train.learners import Coefficient, CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.update import update
 
 

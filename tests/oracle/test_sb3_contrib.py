@@ -27,8 +27,7 @@ from covey.config import EnvironmentConfig
 from covey.control.envs.spaces import Discrete, MultiDiscrete
 from covey.control.envs.vector_env import make_environments
 from covey.control.policy import ControlPolicy
-from covey.control.reward_scaling import RewardScale
-from covey.control.sampler import FragmentSampler, ResetSeeds
+from covey.control.sampler import FragmentSampler, ResetSeeds, RewardScale
 from covey.data import Batch, EndReason, Group, collate
 from oracle.test_stable_baselines import annotated
 

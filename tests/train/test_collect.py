@@ -23,7 +23,7 @@ from covey.train.collect import (
     fixed_size,
     linear_size,
 )
-from covey.train.controllers import Coefficient
+from covey.train.learners import Coefficient
 from covey.train.loop import collect, train, train_step
 from covey.train.metrics import Clock
 from covey.train.state import Components, LoopConfig, Progress

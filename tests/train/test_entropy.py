@@ -21,8 +21,7 @@ from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.experiment.algorithm import build_algorithm, build_entropy_control
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import fixed_size
-from covey.train.controllers import NO_ENTROPY_CONTROL, Coefficient
-from covey.train.learners import PolicyLearner, UpdatePlan
+from covey.train.learners import NO_ENTROPY_CONTROL, Coefficient, PolicyLearner, UpdatePlan
 from covey.train.prepare import Prepared, prepare_rows
 from covey.train.state import Components, LoopConfig, Progress, load_checkpoint
 from helpers.gradients import gradient_of, make, same, step_gradients

@@ -22,12 +22,10 @@ from covey.core.ratios import ImportanceWeights
 from covey.data import Batch, Group, ReferenceUpdater, Start, collate
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient
 from covey.experiment.llm import build_reference_updater
-from covey.runtime.ema import EMAWeights
-from covey.runtime.optimizer import MasterAdamW
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import WHOLE
+from covey.runtime.optimizer import EMAWeights, MasterAdamW
 from covey.train.collect import fixed_size
-from covey.train.controllers import Coefficient
-from covey.train.learners import PolicyLearner, UpdatePlan
+from covey.train.learners import Coefficient, PolicyLearner, UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.state import Components, LoopConfig, load_checkpoint
 from helpers.loop_world import PolicyWorld, go

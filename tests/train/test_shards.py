@@ -14,10 +14,9 @@ from covey.algorithms import Algorithm, HighCovariance, KLInLoss, KLInReward, KL
 from covey.config import RunError
 from covey.core import kl, schedules
 from covey.data import Batch, EndReason, Group, Rollout, Start, Team, collate
-from covey.runtime.distributed import GradientTree, own_shards, share
+from covey.runtime.distributed import GradientTree, fill_rows, gather_groups, own_shards, shard_rows, share
 from covey.runtime.optimizer import MasterAdamW
 from covey.train.collect import GroupSource
-from covey.train.gather import fill_rows, gather_groups, shard_rows
 from covey.train.learners import UpdatePlan
 from covey.train.prepare import prepare_batch
 from covey.train.update import update

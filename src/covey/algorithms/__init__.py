@@ -2,21 +2,20 @@
 
 advantages    advantage estimators: a batch -> advantages_BT
 kl_penalty    KL penalties: in the reward or in the loss, to the reference or to the behavior policy
-distillation  the divergence to a teacher as a term of the loss
-high_covariance  Clip-Cov and KL-Cov, which keep the entropy up
-algorithm     the composition: advantage x ratio x surrogate x KL x distillation x aggregation x value loss
+algorithm     the composition: advantage x ratio x surrogate x KL x distillation x aggregation x value loss; the
+              divergence to a teacher; Clip-Cov and KL-Cov, which keep the entropy up
 presets       grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo
 """
 
 from covey.algorithms.algorithm import (
     Algorithm,
     CriticError,
+    Distillation,
+    HighCovariance,
     LossTerms,
     SurrogateLoss,
     ValueLoss,
 )
-from covey.algorithms.distillation import Distillation
-from covey.algorithms.high_covariance import HighCovariance
 from covey.algorithms.kl_penalty import (
     NO_KL,
     KLEstimator,

@@ -2,5 +2,5 @@
 
 compare         the command: jobs, a process for each run with bounded parallelism, report
 estimates       statistics of the runs: intervals and probability of improvement
-report, figure  the results as Markdown, JSON and pictures
+report          the results as Markdown, JSON and pictures
 """

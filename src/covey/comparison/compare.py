@@ -306,7 +306,7 @@ def train_seed(job: SeedJob) -> Any:
 
 def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
     """Write the report and its pictures and print the main numbers; returns a line that names the files."""
-    from covey.comparison.figure import (  # slow to import, and not needed to report a mistake
+    from covey.comparison.report import (  # slow to import, and not needed to report a mistake
         draw_final_scores,
         draw_learning_curves,
         draw_metrics,

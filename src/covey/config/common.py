@@ -50,7 +50,7 @@ class Fault(NamedTuple):
     Attributes:
         message: one line that names the field and the remedy.
         mends: dotted field -> a value that mends the fault. If the command line caused the fault, the first of these
-            fields that it did not give gets its value (`covey.config.follow`).
+            fields that it did not give gets its value (`covey.config.recipe`).
         subject: fields that are refused instead if the command line gave them.
     """
 

@@ -109,7 +109,7 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
         "covey.llm.rewards.code:code",
         range=(0, 1),
         binary=True,  # unless partial = true
-        check="covey.llm.rewards.code_tests:read_tests",
+        check="covey.llm.rewards.code:read_tests",
         gold=("tests_column", "entry_point"),
         tasks=("code_functions", "human_eval"),
         workers=None,

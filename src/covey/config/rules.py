@@ -1,6 +1,6 @@
 """Rules between the tables of a config: one line refuses a run that cannot work, before anything heavy is loaded.
 
-A rule of one table is in its class (`Table.faults`, `Table.check`). `covey.config.follow` mends the contradictions that
+A rule of one table is in its class (`Table.faults`, `Table.check`). `covey.config.recipe` mends the contradictions that
 the command line causes.
 """
 

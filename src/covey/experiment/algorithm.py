@@ -28,17 +28,20 @@ from covey.config.common import last_restart
 from covey.core import kl, ratios, schedules
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
 from covey.functional import with_loss_weights
-from covey.runtime.distributed import ALONE
+from covey.runtime.distributed import ALONE, WHOLE, Weights
 from covey.runtime.optimizer import MasterAdamW, learning_rate_schedule
-from covey.runtime.sharding import WHOLE, Weights
-from covey.train.controllers import (
+from covey.train.learners import (
     NO_ENTROPY_CONTROL,
     BonusControl,
     ClipControl,
     Coefficient,
+    CriticLearner,
     EntropyControl,
+    Learner,
+    PolicyLearner,
+    UpdatePlan,
+    actor_critic,
 )
-from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.pace import Pace, TimeBudget
 
 KL_ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "exact": kl.exact}

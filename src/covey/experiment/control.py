@@ -26,28 +26,31 @@ from covey.config.fields import command, plural
 from covey.config.files import faults_of, user_path
 from covey.config.model_sources import CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict, read_tables
-from covey.control.branch_sampler import BranchSampler, refuse_uncopyable
 from covey.control.envs.render import can_draw, render_episode
 from covey.control.envs.spaces import Continuous
 from covey.control.envs.vector_env import Environments, check_environment, longest_episode, make_environments
 from covey.control.mlp import RunningMeanStd
 from covey.control.pictures import CONVOLUTIONS, MLP
 from covey.control.policy import ControlCritic, ControlPolicy, load_policy
-from covey.control.reward_scaling import ClipReward, RewardScale, RunningStdScaling
 from covey.control.rollout_buffer import collect_episodes, refuse_failures
 from covey.control.sampler import (
+    BranchSampler,
+    ClipReward,
     ControlSampler,
     EnvironmentReward,
     EpisodeSampler,
     FragmentSampler,
     ResetSeeds,
+    RewardScale,
+    RunningStdScaling,
+    refuse_uncopyable,
     reset_seeds,
 )
 from covey.experiment.algorithm import build_algorithm, build_kl_coefficient, build_learners, build_pace, check_own
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints
 from covey.runtime.device import environment, set_threads
+from covey.runtime.distributed import WHOLE
 from covey.runtime.rng import EVALUATING
-from covey.runtime.sharding import WHOLE
 from covey.tracking.console import Display
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_store import RunStore

@@ -25,13 +25,12 @@ from covey.llm.model.files import cached_folder
 from covey.llm.model.loading import find_chat, resolve_checkpoint
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.device import build_machine
-from covey.runtime.distributed import ALONE, exchange_json
+from covey.runtime.distributed import ALONE, exchange_json, lost_together
 from covey.tracking.console import Display
 from covey.tracking.run_folder import checkpoint_steps, last_step
 from covey.tracking.run_store import RunStore, answer_record, rollout_record
 from covey.tracking.statistics import Estimate
 from covey.tracking.wording import SCORE_KINDS, ScoreKind
-from covey.train.gather import lost_together
 
 PIECE = 128  # problems per call of the sampler
 SHARE = 8  # an evaluation takes at most this part of a time budget, if it can

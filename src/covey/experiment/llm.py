@@ -52,9 +52,9 @@ from covey.llm.model.loading import find_chat, resolve_checkpoint, save_architec
 from covey.llm.policy import LanguagePolicy
 from covey.llm.remote.generator import build_generator, describe_sampler
 from covey.llm.reward_models.graded_groups import ExampleSource, GradeSource, PairSource, StepLabeller, StepSource
-from covey.llm.reward_models.iteration import IteratedRewardModel, Record
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.reward import ModelReward
+from covey.llm.reward_models.training import IteratedRewardModel, Record
 from covey.llm.rewards.step_splitter import StepSplitter
 from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.sampler import LanguageSampler
@@ -62,7 +62,7 @@ from covey.llm.tasks.prompt_limit import Note
 from covey.llm.teacher import TeacherPrompts, check_tokens
 from covey.runtime.device import build_machine, environment, idle_gpus_note
 from covey.runtime.distributed import ALONE, ShardedTeam, describe_team
-from covey.runtime.ema import EMAWeights
+from covey.runtime.optimizer import EMAWeights
 from covey.tracking.console import Display
 from covey.tracking.run_folder import ITERATIONS_FILE, ROLLOUTS_FOLDER, write_folders
 from covey.tracking.run_store import RunStore, write_records

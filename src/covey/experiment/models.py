@@ -74,8 +74,7 @@ from covey.llm.policy import DivergenceToTeacher, ExtraOutput, KLToReference, La
 from covey.llm.sampler import LanguageSampler
 from covey.llm.teacher import check_tokens
 from covey.runtime.device import Machine
-from covey.runtime.distributed import ShardedTeam, exchange_json
-from covey.runtime.sharding import WHOLE, Weights, is_sharded
+from covey.runtime.distributed import WHOLE, ShardedTeam, Weights, exchange_json, is_sharded
 from covey.tracking.console import Display
 
 

@@ -27,18 +27,20 @@ from covey.data import Team
 from covey.experiment.advice import ADAPTER_RANK
 from covey.llm.data.images import ImagePrompt
 from covey.llm.data.rows import read_rows
-from covey.llm.memory.dimensions import Dimensions, find_model_config, read_dimensions
-from covey.llm.memory.estimate import (
+from covey.llm.memory import (
     PROMPT_TOKENS,
     SAMPLING,
     TIGHT,
+    Dimensions,
     MemoryPlan,
     critic_weights_of,
+    find_model_config,
     frozen_parameters,
     has_reference,
     largest_group,
     microbatches_of_shard,
     predict,
+    read_dimensions,
     trained_parameters,
 )
 from covey.llm.model.loading import find_chat, find_model

@@ -46,13 +46,13 @@ from covey.llm.sft.encoding import (
     batch_of,
     longest_example,
     read_back,
+    read_source,
     select,
     tokens_of,
     written,
 )
-from covey.llm.sft.sources import read_source
 from covey.runtime.device import Machine, build_machine
-from covey.runtime.distributed import describe_team, joined_ranks, own_shards, share, team_of
+from covey.runtime.distributed import describe_team, gather_groups, joined_ranks, own_shards, share, team_of
 from covey.runtime.rng import batches_per_epoch, shuffled_batches
 from covey.runtime.variables import check_ranks
 from covey.tracking.console import Display, RunResult
@@ -60,7 +60,6 @@ from covey.tracking.run_folder import EXAMPLES_FILE, write_atomically, write_fol
 from covey.tracking.run_reader import RunReader, number, table, text
 from covey.tracking.run_store import RunStore, read_metrics
 from covey.tracking.wording import SFT
-from covey.train.gather import gather_groups
 from covey.train.supervised import Likelihood, mean_loss
 
 

@@ -18,9 +18,8 @@ from covey.experiment.advice import Finished
 from covey.experiment.algorithm import build_optimizer
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed, team_for
 from covey.runtime.device import Machine, build_machine, environment
-from covey.runtime.distributed import exchange_json, joined_ranks, team_of
+from covey.runtime.distributed import Weights, exchange_json, is_sharded, joined_ranks, team_of
 from covey.runtime.optimizer import learning_rate_schedule
-from covey.runtime.sharding import Weights, is_sharded
 from covey.runtime.variables import check_ranks
 from covey.tracking.console import Display, RunResult, describe_size
 from covey.tracking.diagnosis import conclusion

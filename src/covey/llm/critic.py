@@ -21,7 +21,7 @@ from covey.llm.model.files import build, read_part, read_weight_files, save_weig
 from covey.llm.model.logprobs import ActionHiddenStates, hidden_states_for_actions
 from covey.llm.model.lora import Adapter, save_adapter
 from covey.llm.policy import LanguagePolicy
-from covey.runtime.sharding import WHOLE, Weights
+from covey.runtime.distributed import WHOLE, Weights
 
 HEAD_FILE = "value_head.safetensors"
 

@@ -39,7 +39,7 @@ from covey.llm.model.logprobs import (
 from covey.llm.model.lora import merged_tensors, with_present_adapter
 from covey.llm.model.plain_forward import exact_logprobs, next_token_logits
 from covey.llm.model.prefix_attention import order_rows, split_rows
-from covey.runtime.sharding import WHOLE, Weights
+from covey.runtime.distributed import WHOLE, Weights
 
 
 class ExtraOutput(Protocol):

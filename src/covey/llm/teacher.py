@@ -6,8 +6,7 @@ from typing import Any
 
 from covey.config import ConfigError
 from covey.data import Group, Rollout, Start
-from covey.llm.data.rows import Row
-from covey.llm.data.template import filled, places
+from covey.llm.data.rows import Row, filled, places
 from covey.llm.model.chat import Chat, Message, TokenPrompt
 from covey.llm.tasks.prompt_limit import length_fault
 

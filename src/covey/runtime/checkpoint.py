@@ -29,8 +29,7 @@ from covey.config import ConfigError, MachineError
 from covey.config.files import Refused, faults_of, machine_error, open_below, read_below, sync
 from covey.config.model_sources import BEST_FILE, CHECKPOINT_NAME, MANIFEST_FILE
 from covey.data import Checkpoints, Team
-from covey.runtime.distributed import ALONE, exchange_json
-from covey.runtime.sharding import borders_of, is_sharded, local
+from covey.runtime.distributed import ALONE, borders_of, exchange_json, is_sharded, local
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from covey.data import Team
-from covey.runtime.distributed import GradientTree, add_in_tree
-from covey.runtime.sharding import Weights, part_of
+from covey.runtime.distributed import GradientTree, Weights, add_in_tree, part_of
 
 T = TypeVar("T")
 _METHOD = "covey_run"  # the method of a root module that FSDP2 treats as its forward pass

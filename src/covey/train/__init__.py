@@ -7,9 +7,8 @@
         update.update            for each learner: epochs -> minibatches -> shards -> microbatches -> optimizer step
 
 iterate           iterations of the loop, each followed by a training of the reward model (iterative GRPO)
-gather            the division of a step's rows among ranks, and the groups of all ranks
-learners          the models that an update trains: the policy; with a value loss also the critic
-controllers       the coefficient of the KL, the control of the entropy
+learners          the models that an update trains: the policy; with a value loss also the critic; the coefficient of
+                  the KL, the control of the entropy
 state             components, settings and progress of a run; checkpoints
 metrics, record   the metrics of a step; the advantages and tokens that are recorded of its rollouts
 supervised        training on given decisions

@@ -13,9 +13,7 @@ from typing import Any, Protocol
 
 from covey.algorithms import Algorithm
 from covey.data import Grader, Group, Sampler, SamplerWeights, Start, Task, Team, collate
-from covey.runtime.distributed import ALONE, own_shards, share
-from covey.runtime.sharding import WHOLE
-from covey.train.gather import gather_groups, lost_together
+from covey.runtime.distributed import ALONE, WHOLE, gather_groups, lost_together, own_shards, share
 from covey.train.metrics import Measure
 from covey.train.prepare import has_signal
 from covey.train.selection import PromptSelection

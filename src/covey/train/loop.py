@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from covey.config import RunError
 from covey.data import StepRecord
+from covey.runtime.distributed import check_agreement
 from covey.train.collect import GroupSource, StepGroups
-from covey.train.gather import check_agreement
 from covey.train.metrics import Clock
 from covey.train.prepare import prepare_rows
 from covey.train.record import step_metrics

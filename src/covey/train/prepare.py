@@ -19,9 +19,8 @@ from covey.config import ConfigError
 from covey.core.kl import k3
 from covey.core.loss_weights import count
 from covey.data import Batch, Critic, Policy, PolicyOutput, Team
-from covey.runtime.distributed import ALONE, own_shards, passes_over
+from covey.runtime.distributed import ALONE, fill_rows, own_shards, passes_over, shard_rows, shortest_row
 from covey.runtime.rng import CLIPPING, uniforms
-from covey.train.gather import fill_rows, shard_rows, shortest_row
 from covey.train.metrics import value_metrics
 
 

@@ -23,7 +23,7 @@ from covey.core.prompt_signal import (
     variance_signal,
 )
 from covey.data import Group, Start, Stateless, Task
-from covey.train.gather import content_hash
+from covey.runtime.distributed import content_hash
 
 # Observations that the prior of a kind is worth. One success and one failure: a uniform prior of the success rate.
 PRIOR = 1.0

@@ -24,11 +24,9 @@ from covey.data import (
     Task,
     Team,
 )
-from covey.runtime.distributed import ALONE
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import ALONE, WHOLE
 from covey.train.collect import Collector, FixedGroups, GroupSize
-from covey.train.controllers import Coefficient, EntropyControl
-from covey.train.learners import Learner
+from covey.train.learners import Coefficient, EntropyControl, Learner
 from covey.train.pace import Pace
 from covey.train.prepare import NO_REFERENCE
 from covey.train.record import Recorder, RolloutRecorder

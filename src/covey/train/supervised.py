@@ -17,9 +17,8 @@ from covey.core.loss_weights import Counts, token_mean
 from covey.core.precision import widened
 from covey.core.schedules import Schedule
 from covey.data import Batch, Checkpoints, Observer, Policy, StepRecord, Team, TrainingExample
-from covey.runtime.distributed import ALONE, of_all_shards, own_shards, passes_over
+from covey.runtime.distributed import ALONE, check_agreement, of_all_shards, own_shards, passes_over, shard_examples
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.gather import check_agreement, shard_examples
 from covey.train.loop import repeat
 from covey.train.metrics import added
 from covey.train.state import Limits, Progress

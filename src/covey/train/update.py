@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from covey.data import Batch, Team
-from covey.runtime.distributed import ALONE, own_shards, passes_over
+from covey.runtime.distributed import ALONE, own_shards, passes_over, shard_rows, shortest_row
 from covey.runtime.rng import permutation
-from covey.train.gather import shard_rows, shortest_row
 from covey.train.learners import Learner, UpdatePlan
 from covey.train.metrics import Measure, UpdateMetrics, untimed
 

@@ -10,8 +10,7 @@ from covey.core import schedules
 from covey.data import Group, Start, Stateless
 from covey.functional import GRPOLoss
 from covey.train.collect import fixed_size
-from covey.train.controllers import Coefficient
-from covey.train.learners import PolicyLearner, UpdatePlan
+from covey.train.learners import Coefficient, PolicyLearner, UpdatePlan
 from covey.train.loop import train_step
 from covey.train.state import Components, LoopConfig
 from covey.trainers.base import LanguageTrainer, Model, Prompts, TrainerOptions, check_names, option_names, with_rewards

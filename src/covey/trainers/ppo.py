@@ -21,8 +21,7 @@ from covey.core.baselines import group_zscore
 from covey.data import Batch, collate
 from covey.functional import PPOLoss, check_limits, compute_gae, with_loss_weights
 from covey.llm.critic import LanguageCritic, SharedTrunkValues
-from covey.train.controllers import Coefficient
-from covey.train.learners import CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
+from covey.train.learners import Coefficient, CriticLearner, Learner, PolicyLearner, UpdatePlan, actor_critic
 from covey.train.metrics import describe
 from covey.train.prepare import prepare_batch
 from covey.train.update import update

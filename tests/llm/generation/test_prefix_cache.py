@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from covey.llm.generation.batch import ContinuousBatch, PrefixCache
+from covey.llm.generation.decoder import KeptRow, SharedPrompt
 from covey.llm.generation.generator import (
     GenerationRequest,
     GenerationSettings,
@@ -17,7 +18,6 @@ from covey.llm.generation.generator import (
     TurnAnswer,
 )
 from covey.llm.generation.local_generator import Engine, LocalGenerator, request_uniforms, with_shared_prefix
-from covey.llm.generation.slots import KeptRow, SharedPrompt
 from covey.llm.policy import LanguagePolicy
 from helpers.tiny_models import tiny_model
 from llm.generation.test_turns import END_IDS, Script, make_requests

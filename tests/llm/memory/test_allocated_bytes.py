@@ -21,8 +21,7 @@ from covey.llm.generation.backend import find_kernels
 from covey.llm.generation.decoder import PackedLinears, token_bytes
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
-from covey.llm.memory.dimensions import Dimensions, read_dimensions
-from covey.llm.memory.estimate import predict
+from covey.llm.memory import Dimensions, predict, read_dimensions
 from covey.llm.model import logprobs
 from covey.llm.model.architecture import Heads
 from covey.llm.model.prefix_attention import IMPLEMENTATION

@@ -12,10 +12,9 @@ from torch import nn
 from covey.config import LoRAConfig, RunConfig, SamplingConfig
 from covey.llm.generation import decoder, local_generator
 from covey.llm.generation.generator import GenerationRequest, GenerationSettings, RandomKey
-from covey.llm.generation.gpu_memory import DecoderMemory
 from covey.llm.generation.graph_decoder import GraphDecoder
-from covey.llm.memory.dimensions import SMOLLM2_135M, read_dimensions
-from covey.llm.memory.estimate import TIGHT, decoder_memory, predict
+from covey.llm.generation.local_generator import DecoderMemory
+from covey.llm.memory import SMOLLM2_135M, TIGHT, decoder_memory, predict, read_dimensions
 from covey.llm.model import logprobs
 from covey.llm.model.architecture import Heads
 from covey.llm.model.lora import add_adapter

@@ -17,6 +17,7 @@ from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.model.chat import Chat
 from covey.llm.model.lora import (
     AdapterWeights,
+    NF4Linear,
     adapted_layers,
     add_adapter,
     base_of,
@@ -24,10 +25,10 @@ from covey.llm.model.lora import (
     load_adapter,
     merge_adapter,
     merged_tensors,
+    packed_bytes,
     quantize,
     quantized_share,
 )
-from covey.llm.model.nf4 import NF4Linear, packed_bytes
 from covey.llm.model.recompute import recompute_layers
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler

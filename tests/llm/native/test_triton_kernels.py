@@ -124,8 +124,8 @@ class Launches(TorchDispatchMode):
 
 
 def test_a_layer_is_eleven_launches_and_eight_steps_are_one_read(kernels, monkeypatch):
+    from covey.llm.generation.decoder import SharedPrompt
     from covey.llm.generation.graph_decoder import GraphDecoder
-    from covey.llm.generation.slots import SharedPrompt
 
     module = tiny_model("llama")
     decoder = GraphDecoder(module, kernels, 4, 8)

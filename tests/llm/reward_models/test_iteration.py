@@ -14,12 +14,12 @@ from covey.config import IterationConfig, RewardConfig
 from covey.config.sft import RewardModelConfig, RewardModelKind
 from covey.data import Group
 from covey.experiment.reward_models import build_reward_trainer
-from covey.llm.reward_models import iteration as module
+from covey.llm.reward_models import training as module
 from covey.llm.reward_models.examples import LabelObjective
 from covey.llm.reward_models.graded_groups import GradeSource
-from covey.llm.reward_models.iteration import IteratedRewardModel, Record
 from covey.llm.reward_models.model import RewardModel
 from covey.llm.reward_models.reward import ModelReward
+from covey.llm.reward_models.training import IteratedRewardModel, Record
 from covey.llm.rewards.weighted_reward import WeightedReward
 from helpers.graded import group, start
 from helpers.reward_models import tiny_reward_model

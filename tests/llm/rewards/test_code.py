@@ -22,8 +22,22 @@ from covey.config.rewards import check_reward
 from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import GradingError, RewardGrader
 from covey.llm.rewards import code as code_module
-from covey.llm.rewards.code import CodeRunner, Judge, Verdict, code, extract_program, matches, same_output
-from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests, Tests, read_tests
+from covey.llm.rewards.code import (
+    CallCase,
+    CallTests,
+    CheckTests,
+    CodeRunner,
+    Judge,
+    StdinCase,
+    StdinTests,
+    Tests,
+    Verdict,
+    code,
+    extract_program,
+    matches,
+    read_tests,
+    same_output,
+)
 from covey.llm.rewards.sandbox import backends
 from covey.llm.rewards.sandbox.backends import check_isolation, no_sandbox
 from covey.llm.rewards.sandbox.harness import DEEPEST, NotPlain, decode, encode

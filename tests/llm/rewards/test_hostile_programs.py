@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.llm.rewards.code import Judge
-from covey.llm.rewards.code_tests import CallCase, CallTests, CheckTests, StdinCase, StdinTests
+from covey.llm.rewards.code import CallCase, CallTests, CheckTests, Judge, StdinCase, StdinTests
 from covey.llm.rewards.sandbox.backends import ALLOWED, CHECKED, no_sandbox
 from covey.llm.rewards.sandbox.session import Limits, ProgramFault, Sandbox, Session
 from helpers.hostile_programs import ESCAPES, EXHAUSTING, FORGERIES, TRY

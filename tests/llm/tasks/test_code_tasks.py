@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.config import ConfigError, HumanEvalConfig
-from covey.llm.rewards.code import Judge, extract_program
-from covey.llm.rewards.code_tests import CheckTests, read_tests
+from covey.llm.rewards.code import CheckTests, Judge, extract_program, read_tests
 from covey.llm.rewards.sandbox.session import Limits
 from covey.llm.tasks import CodeFunctions, HumanEval, build_task, code_functions
 from covey.llm.tasks.code_functions import OPERATIONS, Function, _behaviour

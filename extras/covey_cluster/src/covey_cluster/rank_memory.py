@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from covey.config import CRITIC_FREE, RunConfig
-from covey.llm.memory.dimensions import Dimensions
-from covey.llm.memory.estimate import (
+from covey.llm.memory import (
     SAMPLING,
+    Dimensions,
     MemoryPlan,
     largest_group,
     predict,

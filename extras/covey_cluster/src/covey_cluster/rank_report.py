@@ -17,9 +17,9 @@ from covey.experiment.plan import (
     memory_table,
     process_bytes_of,
 )
-from covey.llm.memory.dimensions import Dimensions
-from covey.llm.memory.estimate import (
+from covey.llm.memory import (
     TIGHT,
+    Dimensions,
     MemoryPlan,
     critic_weights_of,
     frozen_parameters,

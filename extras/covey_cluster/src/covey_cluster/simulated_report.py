@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from covey.config import ConfigError
 from covey.config.fields import plural
 from covey.llm.generation.decoder import token_bytes
-from covey.llm.memory.estimate import decoded_rows, largest_group
+from covey.llm.memory import decoded_rows, largest_group
 from covey_cluster.lengths import Lengths, LogNormalLengths, recorded_lengths
 from covey_cluster.rank_report import RankPlanner
 from covey_cluster.report import SimulationConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from covey.config import ConfigError, RunConfig
 from covey.llm.generation.decoder import token_bytes
-from covey.llm.memory.dimensions import Dimensions
+from covey.llm.memory import Dimensions
 from covey_cluster.communication import GIGA, Traffic
 from covey_cluster.report import DevicesConfig, SimulationConfig
 from covey_cluster.servers import RooflineSpeed

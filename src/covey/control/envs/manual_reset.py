@@ -21,8 +21,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
-from covey.control.envs.masks import ActionMasks
-from covey.control.envs.spaces import SpaceAdapter
+from covey.control.envs.spaces import ActionMasks, SpaceAdapter
 from covey.runtime.variables import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step

@@ -50,11 +50,10 @@ import torch
 from transformers import PreTrainedModel
 
 from covey.config import ConfigError
-from covey.llm.generation.decoder import Decoder, token_bytes
+from covey.llm.generation.decoder import Decoder, SlotDecoder, token_bytes
 from covey.llm.generation.hf_cache_decoder import CacheDecoder, FullForwardDecoder
 from covey.llm.generation.native_decoder import NativeDecoder
 from covey.llm.generation.shared_prefix_decoder import SharedPrefixDecoder
-from covey.llm.generation.slots import SlotDecoder
 from covey.llm.generation.trial import Trial, attention_note, in_fp32
 from covey.llm.model.architecture import Heads, obstacle
 from covey.llm.model.prefix_attention import all_scores

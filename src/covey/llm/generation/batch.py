@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.llm.generation.decoder import Decoder, DrawingDecoder
-from covey.llm.generation.slots import KeptRow, ParkedRow, SlotDecoder
+from covey.llm.generation.decoder import Decoder, DrawingDecoder, KeptRow, ParkedRow, SlotDecoder
 from covey.llm.generation.token_sampling import WHOLE, Drawing, Truncation, sample_tokens, uniforms_on
 from covey.llm.model.prefix_attention import shared_prompt_prefix
 from covey.llm.model.stop_strings import StopStrings

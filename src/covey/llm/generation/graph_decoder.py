@@ -26,9 +26,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PREFILL_TOKENS, PackedLayer, SeparateLinears, packed_layers
+from covey.llm.generation.decoder import (
+    PREFILL_TOKENS,
+    PackedLayer,
+    SeparateLinears,
+    SharedPrompt,
+    SlotDecoder,
+    packed_layers,
+)
 from covey.llm.generation.shared_prefix_decoder import GraphedStep
-from covey.llm.generation.slots import SharedPrompt, SlotDecoder
 from covey.llm.generation.token_sampling import Drawing, sample_tokens
 from covey.llm.model.architecture import FAMILIES, Heads, LayerModules, embedding_scale, logit_scale, norm_scale
 from covey.llm.native.bindings import KernelSet

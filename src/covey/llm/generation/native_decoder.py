@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.generation.decoder import PackedLinear, copies_fit, joined, packed_layers
-from covey.llm.generation.slots import SlotDecoder
+from covey.llm.generation.decoder import PackedLinear, SlotDecoder, copies_fit, joined, packed_layers
 from covey.llm.model.architecture import LayerModules
 from covey.llm.native.bindings import PAD, AttentionArgs, DecodeStepArgs, Kernels, Layer, Linear, address_of, padded
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from covey.llm.model.lora import is_adapted
-from covey.llm.model.nf4 import NF4Linear
+from covey.llm.model.lora import NF4Linear, is_adapted
 
 
 @dataclass(frozen=True)

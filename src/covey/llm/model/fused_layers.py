@@ -30,8 +30,7 @@ from covey.llm.model.architecture import (
     qkv_of,
     residual_scale,
 )
-from covey.llm.model.lora import base_of, factors_of
-from covey.llm.model.nf4 import NF4Linear, stored
+from covey.llm.model.lora import NF4Linear, base_of, factors_of, stored
 from covey.llm.model.prefix_attention import PackedLayout
 from covey.llm.native.bindings import Kernels, KernelSet
 

@@ -37,8 +37,7 @@ from covey.llm.remote.client import Client, FailedRequest, LostServer, OtherWeig
 from covey.llm.remote.fleet import Children, Fleet
 from covey.llm.remote.proof import Proof
 from covey.llm.remote.weights import FileTransport, GroupTransport, is_sharded
-from covey.runtime.distributed import ALONE, exchange_json
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import ALONE, WHOLE, exchange_json
 
 MOST_SLOTS = 256  # completions that a vLLM generates at once which a run has started
 MOST_WRONG_VERSIONS = 3  # servers in a row that answer with other weights, after which a run ends

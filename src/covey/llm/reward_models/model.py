@@ -25,8 +25,7 @@ from covey.llm.model.logprobs import hidden_states_for_actions
 from covey.llm.model.plain_forward import accepted
 from covey.llm.model.prefix_attention import common_prefix_length
 from covey.llm.reward_models.examples import RewardEncoder, ScoredRow
-from covey.runtime.distributed import ALONE, own_shards, passes_over, share
-from covey.runtime.sharding import WHOLE
+from covey.runtime.distributed import ALONE, WHOLE, own_shards, passes_over, share
 
 SCALE_COMPLETIONS = 2000
 SCORING_TOKENS = 8192  # tokens of a forward pass without gradients

@@ -9,6 +9,5 @@ step_splitter             splits completions into reasoning steps
 reasoning_gym_process     problems and scores of the package reasoning_gym, in the worker
 judge                     asks a language model behind an OpenAI-compatible address for a score; its replies on disk
 code                      the reward `code`: programs that pass hidden tests, run in the sandbox
-code_tests                the tests in a column of the data
 sandbox                   isolation of programs
 """

@@ -29,7 +29,7 @@ import httpx2
 from covey.config import ConfigError, MachineError, RewardConfig
 from covey.config.files import make_folder, user_path
 from covey.config.servers import endpoint, hide, is_this_machine, judge_token
-from covey.llm.data.template import as_text, filled, places
+from covey.llm.data.rows import as_text, filled, places
 from covey.llm.rewards.reward_call import Results
 from covey.llm.rewards.runner import RewardPool, RewardRunner
 from covey.runtime.event_loop import background

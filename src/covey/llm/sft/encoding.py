@@ -1,4 +1,4 @@
-"""Token ids of examples. Only what the assistant wrote is trained, with the end token of each turn.
+"""Sources of examples, and their token ids. Only what the assistant wrote is trained, with the end token of each turn.
 
 prompt, completion        the prompt as `covey train` feeds it, the tokens of the completion, an end token
 messages                  the prompt, then turns of the assistant; the chat template's text and replies are masked
@@ -10,20 +10,86 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.config import ConfigError
+from covey.config import ConfigError, RunConfig
 from covey.config.fields import plural
 from covey.config.files import LARGEST_RECORDS, read_below
-from covey.config.sft import SFTConfig
+from covey.config.sft import SFTConfig, is_function
 from covey.data import Batch, EndReason, Group, Rollout, Start, collate
 from covey.llm.conversation.encoding import ConversationEncoder
+from covey.llm.conversation.environments.calculator import Calculator
 from covey.llm.conversation.styles import GivenTurns
-from covey.llm.conversation.tools import Tool
-from covey.llm.data.rows import Options
-from covey.llm.data.sft_examples import Example, Messages
+from covey.llm.conversation.tool_calls import ToolCall
+from covey.llm.conversation.tools import Tool, call_tool, describe_tools
+from covey.llm.data.rows import Options, Split
+from covey.llm.data.sft_examples import Example, Messages, check_rows, read_rows, split_examples
 from covey.llm.model.architecture import longest_row, shortest
 from covey.llm.model.chat import Chat
 from covey.llm.sampler import GivenPrompt
+from covey.llm.sft.function_rows import read_function
+from covey.llm.tasks.arithmetic import Arithmetic
 from covey.tracking.run_store import encode
+
+# ---- sources of examples ----
+
+DRAW_STEP = 0  # of `Arithmetic.draw`; training begins at step 1, so that it asks other problems
+
+
+def calculator_examples(count: int = 200, seed: int = 0, task: Arithmetic | None = None) -> list[dict[str, Any]]:
+    """Example conversations with the calculator, for a warm start.
+
+    A small model must know the format of calls before GRPO can help:
+
+    user        What is 123 + 456?
+    assistant   the call calculate(expression="123 + 456"), in the format of the model
+    tool        579
+    assistant   579
+
+    Problems are from the training side of the task, so no held-out problem is among them. The same arguments give the
+    same rows.
+
+    Args:
+        count: number of rows.
+        seed: of the problems.
+        task: None: sums of three-digit numbers, without an instruction.
+
+    Raises:
+        ConfigError: if count is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"count is {count}, but a warm start needs at least one example")
+    task = task or Arithmetic(digits=(3,), operators=("+",), instruction="")
+    calculator = Calculator()
+    tools = describe_tools(calculator)
+    rows = []
+    for start in task.draw(seed, DRAW_STEP, count):
+        question = start.prompt[-1]["content"]  # type: ignore[index]
+        call = ToolCall("calculate", {"expression": question.removeprefix("What is ").partition("?")[0]})
+        turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
+        reply = call.reply(call_tool(calculator, call, tools))
+        answer = {"role": "assistant", "content": str(start.columns["answer"])}
+        rows.append({"messages": [*start.prompt, turn, reply, answer], "tools": [tool.schema for tool in tools]})
+    return rows
+
+
+# Name -> function of the number of examples and the seed, which returns rows.
+GENERATED: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {"calculator": calculator_examples}
+
+
+def read_source(config: RunConfig) -> Split[Example]:
+    """The training and the held-out examples of a config.
+
+    Raises:
+        ConfigError: for the first unusable row.
+    """
+    sft = config.sft
+    if sft.data in GENERATED:
+        rows = GENERATED[sft.data](sft.count, config.seed)
+        examples = check_rows(sft, [(f"{sft.data} example {number}", row) for number, row in enumerate(rows, start=1)])
+    elif is_function(sft.data):
+        examples = check_rows(sft, read_function(sft.data))
+    else:
+        examples = read_rows(sft, sft.data)
+    return split_examples(sft, examples)
 
 
 @dataclass(frozen=True)

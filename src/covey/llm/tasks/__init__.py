@@ -6,12 +6,11 @@ from typing import Any
 
 from covey.config import ConfigError, RewardConfig
 from covey.data import Task
-from covey.llm.tasks.arithmetic import Arithmetic, Countdown, RunningTotal
+from covey.llm.tasks.arithmetic import Arithmetic, Countdown, RunningTotal, WordProblems
 from covey.llm.tasks.code_functions import CodeFunctions, HumanEval
 from covey.llm.tasks.dataset import PromptDataset, Rows
 from covey.llm.tasks.environment import EnvironmentRows, EnvironmentSeeds, GuessNumberTask, Lookup, MazeTask, Prompts
 from covey.llm.tasks.reasoning_gym import ReasoningGym
-from covey.llm.tasks.word_problems import WordProblems
 
 __all__ = [
     "Arithmetic", "CodeFunctions", "Countdown", "EnvironmentRows", "EnvironmentSeeds", "GuessNumberTask", "HumanEval",

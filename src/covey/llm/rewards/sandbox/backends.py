@@ -93,7 +93,7 @@ class Interpreter:
         return [self.library / name for name in sorted(names) if (self.library / name).is_dir()]
 
     def harness(self, system_calls: bytes) -> list[str]:
-        """The command of the harness, without its settings, which filters system calls (`seccomp.bpf_filter`).
+        """The command of the harness, without its settings, which filters system calls (`bpf_filter`).
 
         The harness is an argument, so that the sandbox needs no file of covey. It runs without site-packages,
         environment variables and bytecode files.
