@@ -16,7 +16,7 @@ tests/llm/test_known_bugs.py.
 10  log-probabilities, not logits, divided by it: test_prime_rl_697_temperature_applied_to_logprobs
 11  the tail cut while sampling: test_trl_6789_sampling_from_a_part_of_the_vocabulary_is_refused
 12  a ratio that decays with length: test_sequence_does_not_shrink_with_length
-13  a fast path that forgets a part of the loss: test_liger_1082_fast_path_ignores_the_ratio_and_the_mask
+13  a fast path that forgets a part of the loss: test_packed_and_plain_evaluation_agree_with_their_gradients
 14  gradients of the KL estimators: test_nemo_rl_2506_k1_in_the_loss_does_not_pull,
     test_nemo_rl_2506_k3_in_the_loss_pulls_as_the_reverse_kl_does
 15  the KL maximised: test_ragen_58_kl_maximised

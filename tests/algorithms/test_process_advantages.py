@@ -1,6 +1,5 @@
 """Process supervision: both normalisations by hand and from the formula, their special cases, and a run that learns."""
 
-import json
 from statistics import fmean, pstdev
 
 import pytest
@@ -13,7 +12,6 @@ from covey.core import kl, schedules
 from covey.core.baselines import group_centered, group_zscore, leave_one_out
 from covey.data import EndReason, Group, Rollout, Start, collate
 from covey.experiment.run import run
-from covey.llm.rewards.weighted_reward import WeightedReward
 from covey.llm.tasks import Arithmetic
 from helpers.credits import REFERENCE_SEED, gradient_of, ready
 from helpers.gradients import same
@@ -226,21 +224,7 @@ def test_without_steps_the_whole_rollout_is_one():
     assert collate(groups).step_end_BT.tolist() == [[True, False, True], [False, True, False]]
 
 
-@pytest.mark.parametrize("end", [3, -1])
-def test_a_step_that_ends_outside_its_rollout_is_refused(end):
-    groups = [group(stepped(3, {2: 1.0}))]
-    groups[0].rollouts[0].step_ends = [end]
-    with pytest.raises(ValueError, match="a rollout of 3 actions has steps that end at"):
-        collate(groups)
-
-
 # --- a run ---
-
-
-def digits_in_steps(completions, steps, **columns):
-    """A step is worth its share of digits."""
-    assert ["".join(texts) for texts in steps] == [completion[0]["content"] for completion in completions]
-    return [[sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts] for texts in steps]
 
 
 def config(folder, name: str, **fields) -> RunConfig:
@@ -257,28 +241,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process")
     tiny_folder(folder / "model")
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("credit", CREDITS)
-def test_a_tiny_model_learns_from_step_rewards(folder, credit):
-    (folder / "halves.py").write_text("def halves(text):\n    return [len(text) // 2]\n")
-    chosen = config(
-        folder, credit, loss=LossConfig(credit=credit, kl_coefficient=0.0),
-        process=type(RunConfig().process)(boundary=f"{folder}/halves.py:halves"),
-    )  # fmt: skip
-    reward = WeightedReward.from_function(digits_in_steps, per_step=True)
-    summary = run(chosen, task=Arithmetic(digits=(1,)), rewards=[reward])
-    assert summary is not None
-    first = summary["evaluations"][0]
-    assert first["after"]["score"] > first["before"]["score"] + 0.25
-    lines = (folder / credit / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    for record in map(json.loads, lines):
-        assert "".join(text for text, _ in record["steps"]) == record["text"]
-        assert sum(earned for _, earned in record["steps"]) == pytest.approx(record["reward"])
-        assert 1 <= len(record["steps"]) <= 2
-    metrics = json.loads((folder / credit / "metrics.jsonl").read_text().splitlines()[0])
-    assert 1 < metrics["length/steps"] <= 2
 
 
 def test_a_script_without_a_step_reward_is_refused_before_the_model_loads(folder):

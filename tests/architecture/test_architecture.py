@@ -4,16 +4,22 @@ import ast
 import re
 import subprocess
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from covey import ArithmeticConfig, LossConfig, RunConfig, SamplingConfig, run
+from covey.train import loop
+from helpers.tiny_models import tiny_folder
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "covey"
 FILES = sorted(SOURCE.rglob("*.py"))
 CPP_FILES = sorted([*SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")])
 
+MOST_FILES, MOST_FILES_OF_A_STEP = 260, 55
 LONGEST_FILE = 800
 LONGEST_CPP_FILE = 400
 LONGEST_CLASS = 340  # RewardConfig, the fields of every kind of reward with their checks
@@ -313,6 +319,35 @@ def test_kernels_are_looked_up_in_one_place():
     outside = [path for path in FILES if SOURCE / "llm" / "native" not in path.parents]
     users = [name_of(path) for path in outside if "kernels_for" in path.read_text(encoding="utf-8")]
     assert users == ["src/covey/llm/generation/backend.py"]
+
+
+def test_files_are_few():
+    assert len(FILES) <= MOST_FILES
+
+
+@pytest.mark.slow
+def test_a_step_of_a_language_model_passes_few_files(tmp_path, monkeypatch):
+    """With a reference, which the KL needs; calls in threads that a step starts count too."""
+    passed, train_step = set(), loop.train_step
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            passed.add(frame.f_code.co_filename)
+
+    def watched(*arguments):
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            return train_step(*arguments)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    sampling, loss = SamplingConfig(prompts_per_step=2, group_size=4, max_new_tokens=4), LossConfig(kl_coefficient=0.02)
+    model, folder = str(tiny_folder(tmp_path / "model")), str(tmp_path / "run")
+    run(RunConfig(model=model, steps=1, task=ArithmeticConfig(), sampling=sampling, loss=loss, run_dir=folder))
+    assert 40 < len(passed) <= MOST_FILES_OF_A_STEP, sorted(passed)
 
 
 def test_files_are_short():

@@ -1,8 +1,6 @@
 """Fragments: every row of the batch is a piece of one episode, episodes go on over the ends of fragments."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from covey.control.envs.vector_env import Environments
 from covey.control.policy import ControlCritic
 from covey.control.sampler import FragmentSampler, ResetSeeds, RewardScale
 from covey.data import Batch, EndReason, Group, collate
-from covey.train.state import Components
 from helpers import toy_envs
 from helpers.counting_environment import COUNTING
 
@@ -200,44 +197,3 @@ def described(groups: list[Group]) -> list[list[tuple]]:
         ]
         for group in groups
     ]
-
-
-class TruncationIsDeath:
-    """The mistake: a grader that takes time limits for ends of the episode."""
-
-    def grade(self, groups: list[Group]) -> list[Group]:
-        for group in groups:
-            for rollout in group.rollouts:
-                if rollout.end is EndReason.TRUNCATED:
-                    rollout.end = EndReason.TERMINATED
-        return groups
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mistaken", [False, True], ids=["ours", "truncation as death"])
-def test_a_time_limit_is_no_death(mistaken: bool, tmp_path: Path) -> None:
-    """Pays 1 a step for ever, looks always the same, is stopped after ten steps: its value is 1 / (1 - gamma).
-
-    Who takes the limit for death learns what a random moment of ten steps has still to come, which is far less.
-    """
-    gamma, right = 0.8, 5.0
-    config = toy_envs.read(
-        {
-            "algorithm": "ppo",
-            "steps": 40,
-            "environment": {"id": toy_envs.ENDLESS},
-            "policy": {"hidden": [8]},
-            "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 22, "gamma": gamma},
-            "update": {"critic_learning_rate": 0.03, "epochs": 6},
-        }
-    )
-
-    def change(parts: Components) -> Components:
-        return replace(parts, grader=TruncationIsDeath()) if mistaken else parts
-
-    (critic,) = toy_envs.train_quietly(config, tmp_path / "run", change).critics
-    value = float(critic.values_of(np.ones((1, 1), dtype=np.float32))[0])
-    assert (abs(value - right) < 0.25) != mistaken
-    if mistaken:  # between the mean of what is to come and what the first of ten moments has
-        assert 2.5 < value < right * (1 - gamma**10)

@@ -185,16 +185,6 @@ def test_a_kl_to_who_acted_shortens_every_step(estimator: str, tmp_path: Path) -
     assert moved["held"] < 0.3 * moved["free"]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
-def test_grpo_with_any_kl_runs(estimator: str, tmp_path: Path) -> None:
-    metrics = run_short(
-        tmp_path,
-        {"algorithm": "grpo", "steps": 3, "environment": {"id": "CartPole-v1"}, "evaluation": {"episodes": 1}},
-        loss={"kl_coefficient": 0.1, "kl_estimator": estimator},
-    )
-    assert metrics[0]["kl"] < 1e-10 < metrics[-1]["kl"]
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["Pendulum-v1", toy_envs.TARGET])
 @pytest.mark.parametrize("estimator", [None, "k3"])
@@ -266,11 +256,6 @@ def test_branches_where_states_cannot_be_copied_are_refused(tmp_path: Path, caps
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
 
-def test_an_environment_that_has_only_a_vector_class_is_trained_on(tmp_path: Path) -> None:
-    metrics = run_short(tmp_path, environment={"id": "covey-tests/OnlyVector-v0"}, steps=2)
-    assert metrics[-1]["environment/steps"] == 2 * 4 * 50
-
-
 class EndsWhereItIsProbed(toy_envs.Endless):
     """Only the episode by which an environment is tried out ends."""
 
@@ -310,15 +295,6 @@ def test_an_unfinished_run_is_not_evaluated(run_dir: Path, tmp_path: Path, capsy
     assert refused(["eval", str(unfinished)], capsys) == (
         f"error: the run in {unfinished} has not saved its policy yet: finish it with covey train --resume {unfinished}"
     )
-
-
-def test_a_damaged_policy_is_told_in_one_line(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run_dir, damaged)
-    (damaged / "model" / "policy.safetensors").write_bytes(b"broken")
-    assert "is damaged" in refused(["eval", str(damaged)], capsys)
 
 
 def test_rewards_of_ones_own_are_refused() -> None:

@@ -96,25 +96,6 @@ def assert_same(run_dir: Path, expected: Path) -> None:
         assert one[key] == other[key]
 
 
-@pytest.mark.slow
-def test_ctrl_c_stops_after_a_step_and_says_how_to_go_on(whole, place):
-    run_dir = place / "stopped"
-    moment = Moment(4, 0, signal.SIGINT)
-    code, said = covey("sft", "sums.toml", "--run-dir", "stopped", cwd=place, moment=moment)
-    assert code == 130, said
-    assert said.splitlines()[-1] == "stopped after step 4. Go on with: covey sft --resume stopped"
-    code, said = covey("sft", "--resume", "stopped", "--epochs", "9", cwd=place)
-    assert code == 2
-    assert "the run in stopped is not finished, so it keeps its limits" in said
-    code, said = covey("sft", "--resume", "stopped", cwd=place)
-    assert code == 0, said
-    assert_same(run_dir, whole[0])
-    code, said = covey("sft", "--resume", "stopped", cwd=place)
-    assert code == 2
-    assert "is finished: its model is" in said
-    assert said.strip().endswith("covey sft --resume stopped --epochs N")
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "words", "told"),

@@ -50,7 +50,7 @@ def metrics(config: RunConfig, **given: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_policy_learns_from_its_teacher_alone(models: dict[str, str]) -> None:
+def test_a_policy_learns_from_its_teacher_alone(models: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     """Prompts without answers, in groups of one."""
     alone = a_run(
         models["llama"], TeacherConfig(models["teacher"]), task=None, rewards=(), steps=8,
@@ -58,6 +58,7 @@ def test_a_policy_learns_from_its_teacher_alone(models: dict[str, str]) -> None:
         update=covey.UpdateConfig(learning_rate=1e-2),
     )  # fmt: skip
     lines = metrics(alone, task=WRONG)
+    assert f"to the teacher {lines[0]['teacher/divergence']:.4f}" in "".join(capfd.readouterr())
     assert lines[-1]["teacher/divergence"] < 0.5 * lines[0]["teacher/divergence"]
     assert all(line["reward/zero"] == 0 and line["groups/zero_advantage_fraction"] == 1 for line in lines)
     assert all(line["update/rows"] == 1 and "teacher/rollouts" not in line for line in lines)

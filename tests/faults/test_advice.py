@@ -13,7 +13,7 @@ import gymnasium as gym
 import pytest
 
 import covey
-from covey import ArithmeticConfig, ControlConfig, EnvironmentConfig, RolloutsConfig, RunConfig, UpdateConfig
+from covey import ControlConfig, RunConfig, UpdateConfig
 from covey.cli.main import main
 from covey.config.recipe import config_from_dict, read_tables
 from covey.experiment import advice, llm
@@ -322,29 +322,6 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
             assert changed(run_dir, newest_run()) == {"update.learning_rate"}
         else:
             assert goes_on(run_dir, Path("by hand"))
-
-
-@pytest.mark.slow
-def test_advice_after_a_run_from_python_with_a_task_of_covey(home: Path) -> None:
-    assert covey.run(python_run(home, task=ArithmeticConfig(digits=(1, 2)), run_dir="plain"))
-    advised = commanded(after_training(finished(Path("plain")), ended(Path("plain"), "unclear")))
-    assert "covey.ArithmeticConfig(digits=(1, 2))" in advised
-    assert execute(advised)
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("verdict", list(ADVICE["control"]))
-def test_advice_after_a_control_run_from_python(verdict: str) -> None:
-    config = ControlConfig(
-        environment=EnvironmentConfig("CartPole-v1"), steps=2, rollouts=RolloutsConfig(kind="branches"),
-        loss=covey.ControlLossConfig(credit="reward_to_go"), update=covey.ControlUpdateConfig(learning_rate=0.01),
-        evaluation=covey.ControlEvaluationConfig(episodes=2), run_dir="agent by hand",
-    )  # fmt: skip
-    run_dir = Path("agent by hand")
-    if not run_dir.exists():
-        covey.run(config)
-    assert execute(commanded(after_training(finished(run_dir), ended(run_dir, verdict))))
 
 
 class NotDrawn(gym.Wrapper):

@@ -166,24 +166,6 @@ def fail_at(place: Place, kind: str, code: int, numbers: Sequence[int], resume: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "code",
-    [
-        errno.ENOSPC,
-        errno.EROFS,
-        errno.EIO,
-        errno.EACCES,
-        KILL,
-    ],  # EDQUOT and EFBIG fail where ENOSPC does
-    ids=NAMES.get,
-)
-def test_a_few_file_operations_fail(place: Place, code: int) -> None:
-    total = count(place, "control", code, resume=False)
-    numbers = range(3 + code % 11, total, total // 6)
-    assert fail_at(place, "control", code, numbers) >= len(numbers) - 1
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("code", FAULTS, ids=NAMES.get)
 @pytest.mark.parametrize("resume", [False, True], ids=["new", "resumed"])

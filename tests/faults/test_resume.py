@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -347,17 +346,6 @@ def runs(name: str, place: Path) -> Kills:
     return Kills(name, ["train", recipe], STEPS, place)
 
 
-def reproducible_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json without its clocks, its memory and its own place."""
-    summary = json.loads((run_dir / "summary.json").read_text())
-    for name in ("seconds", "peak_memory_bytes", "run_dir"):
-        del summary[name]
-    for evaluation in summary["evaluations"]:
-        for moment in ("before", "after"):
-            del evaluation[moment]["seconds"]
-    return summary
-
-
 @pytest.mark.parametrize("name", slow_unless(["GRPO"], KINDS))
 def test_killed_runs_end_with_the_same_bits(name: str, place: Path) -> None:
     """Anywhere in a step: sampling, updating, writing a checkpoint."""
@@ -372,40 +360,6 @@ def test_killed_runs_end_with_the_same_bits(name: str, place: Path) -> None:
 @pytest.mark.parametrize("name", MANY)
 def test_runs_killed_many_times_end_with_the_same_bits(name: str, kills: int, place: Path) -> None:
     runs(name, place).kill([anywhere] * kills)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(place: Path) -> None:
-    whole, run_dir = runs("GRPO", place).whole, place / "stopped"
-    stopped = Moment(3, CALLS_OF_A_STEP // 2, signal.SIGINT)
-    code, output = covey("train", "tiny.toml", "--run-dir", run_dir, cwd=place, moment=stopped)
-    assert code == 130
-    assert f"covey train --resume {run_dir}" in output
-    assert "Traceback" not in output
-    done = len(reproducible_metrics(run_dir))
-    assert 3 <= done < STEPS
-    assert (run_dir / "checkpoints" / f"step-{done:08d}").is_dir(), "the last step must be in a checkpoint"
-    code, output = covey("train", "--resume", run_dir, cwd=place)
-    assert code == 0, output
-    assert f"resuming after step {done}" in output
-    assert reproducible_metrics(run_dir) == reproducible_metrics(whole)
-    assert reproducible_summary(run_dir) == reproducible_summary(whole)
-    for part in ("rollouts", "model"):
-        assert files(run_dir / part) == files(whole / part)
-
-
-@pytest.mark.slow
-def test_a_finished_run_resumes_to_its_end_again_and_names_another_machine(place: Path) -> None:
-    copy = place / "copy"
-    shutil.copytree(runs("GRPO", place).whole, copy)
-    before = files(copy / "model")
-    origin = json.loads((copy / "origin.json").read_text())
-    origin["environment"]["torch"] = "1.0"
-    (copy / "origin.json").write_text(json.dumps(origin))
-    code, output = covey("train", "--resume", copy, cwd=place)
-    assert code == 0, output
-    assert "torch was 1.0" in output
-    assert files(copy / "model") == before
 
 
 @pytest.mark.parametrize("name", slow_unless(["GRPO"], KINDS))

@@ -4,14 +4,13 @@ import pytest
 
 from covey.config import (
     CheckpointConfig,
-    ConfigError,
     CriticConfig,
     EvaluationConfig,
     RunConfig,
     SamplingConfig,
     UpdateConfig,
 )
-from covey.experiment.run import resume, run
+from covey.experiment.run import run
 from covey.llm.tasks import Arithmetic
 from helpers.tiny_models import tiny_folder
 
@@ -76,16 +75,6 @@ def test_a_tiny_model_learns_with_other_algorithms(folder, algorithm):
 def test_a_tiny_model_learns_with_the_critic_on_its_trunk(folder):
     before, after = train(folder, "learn-shared", share_of_digits, "ppo", critic=CriticConfig(trunk="policy"))
     assert after > before + 0.3
-
-
-@pytest.mark.slow
-def test_a_run_with_a_task_of_its_own_resumes_when_it_is_given_again(folder, learnt):
-    run_dir = folder / "learn-grpo"
-    model = (run_dir / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match="was started from Python with task= and rewards="):
-        resume(run_dir)
-    assert resume(run_dir, task=Arithmetic(digits=(1,)), rewards=[share_of_digits]) is not None
-    assert (run_dir / "model" / "model.safetensors").read_bytes() == model
 
 
 @pytest.mark.slow

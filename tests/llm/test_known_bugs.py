@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import KLInLoss, KLPenalty, grpo, gspo
 from covey.config import ConfigError
 from covey.config.recipe import config_from_dict
-from covey.core.kl import k3
-from covey.core.loss_weights import token_mean
-from covey.core.schedules import constant
-from covey.data import Batch, Group, Start, collate
+from covey.data import Group, Start, collate
 from covey.llm.generation.backend import Sampling, find_kernels
 from covey.llm.generation.local_generator import LocalGenerator
 from covey.llm.generation.token_sampling import sample_tokens
@@ -21,7 +17,6 @@ from covey.llm.model.logprobs import CHUNK, token_logprobs
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
 from covey.runtime.optimizer import MasterAdamW
-from covey.train.prepare import prepare_batch
 from helpers.tiny_models import CHARACTERS, tiny_model, tiny_tokenizer
 
 PROMPTS = ["12+34", "a quick brown fox", "7", "(1+2)"]
@@ -78,45 +73,6 @@ def test_prime_rl_697_temperature_applied_to_logprobs(packed):
 def test_trl_6789_sampling_from_a_part_of_the_vocabulary_is_refused(field):
     with pytest.raises(ConfigError, match="the whole distribution, so its tail is never cut"):
         config_from_dict({"task": {"name": "arithmetic"}, "sampling": field})
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("algorithm", [grpo, gspo])
-def test_liger_1082_fast_path_ignores_the_ratio_and_the_mask(algorithm):
-    # the packed forward with its head in chunks, against one forward a rollout: with ratios beyond their bounds, a gap
-    # in the middle, a KL, and the weights of a whole step of which only a part is seen
-    sampler = make_sampler(temperature=0.8)
-    batch = collate(sampled(sampler))
-    batch.mask_BT[::2, 1] &= batch.mask_BT[::2].sum(dim=1) < 3
-    made = replace(algorithm(kl=KLPenalty(constant(0.2), KLInLoss(k3))), aggregation=token_mean)
-    other = make_sampler(temperature=0.8, seed=1).generator.policy
-    options = {"reference": other, "kl_coefficient": 0.2, "mask_truncated": True}
-    ready = prepare_batch(batch, sampler.generator.policy, made, **options)[0]
-    with torch.no_grad():
-        ready.proximal_logprobs_BT = other.evaluate(ready).logprobs_BT
-    part = ready.select(torch.arange(1, len(ready)))
-
-    def gradient(path: bool, change: Batch) -> list[Tensor]:
-        sampling = Sampling.NATIVE if path else Sampling.PADDED_CACHE
-        sampler.generator.policy.backend = replace(sampler.generator.policy.backend, sampling=sampling)
-        sampler.generator.policy.module.zero_grad()
-        made.loss(sampler.generator.policy.evaluate(change), change, 0.2).loss.backward()
-        return [p.grad.clone() for p in sampler.generator.policy.module.parameters()]
-
-    for fast, plain in zip(gradient(True, part), gradient(False, part), strict=True):
-        assert (fast - plain).norm() <= 1e-4 * plain.norm().clamp(min=1e-4)
-    # and each of the three is there to be forgotten
-    loss_weights_BT, mask_BT = part.loss_weights_BT, part.mask_BT
-    assert loss_weights_BT is not None
-    for forgotten in (
-        replace(part, proximal_logprobs_BT=None),
-        replace(
-            part, mask_BT=torch.ones_like(mask_BT), loss_weights_BT=loss_weights_BT.max().expand_as(loss_weights_BT)
-        ),
-        replace(part, loss_weights_BT=loss_weights_BT / loss_weights_BT.sum()),
-    ):
-        pairs = zip(gradient(True, forgotten), gradient(True, part), strict=True)
-        assert max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs) > 0.01
 
 
 def test_trl_5224_completions_decoded_and_encoded_again():

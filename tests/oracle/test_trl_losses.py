@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,14 +17,16 @@ import torch
 from torch import Tensor
 
 from covey import algorithms
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, Distillation
 from covey.algorithms.advantages import outcome
 from covey.algorithms.kl_penalty import KLInLoss
 from covey.core import baselines, kl, loss_weights
 from covey.core.ratios import ImportanceWeights, sequence_product_log_ratio
-from covey.data import Batch
+from covey.data import Batch, PolicyOutput
+from covey.llm.model.logprobs import exact_divergence
+from covey.llm.native.bindings import TORCH_ALONE
 from helpers.tiny_models import tiny_folder
-from oracle.cases import ROWS, annotated, losses_of, random_case
+from oracle.cases import ROWS, WIDTH, annotated, losses_of, random_case
 from oracle.trl_trainer import MAX_LENGTH, Step, TableTrainer
 
 CASES = range(25)
@@ -230,3 +233,37 @@ def test_log_ratios_are_bounded_in_covey_only(folder):
     assert logprobs_BT.grad is not None
     assert float(theirs.gradient_BT.abs().max()) > 1e9
     assert float(logprobs_BT.grad.abs().max()) < 1.0
+
+
+VOCABULARY, TEMPERATURE = 37, 0.7
+IDENTITY = SimpleNamespace(weight=torch.eye(VOCABULARY, dtype=torch.float64), bias=None)  # hidden states are logits
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_loss_and_gradient_of_distillation(beta, agree):
+    """With covey's mean over the tokens of a step, which is TRL's over those of a batch."""
+    from trl.experimental.gkd import GKDTrainer
+
+    for seed in range(25):
+        case = random_case(seed)
+        batch = annotated(case, algorithms.dapo(), on_policy=True)
+        mask_BT = batch.mask_BT
+        generator = torch.Generator().manual_seed(seed)
+        own, teacher = (
+            2 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
+        ours, theirs = (own.clone().requires_grad_() for _ in range(2))
+        labels = torch.where(mask_BT, 0, -100)
+        their_loss = GKDTrainer.generalized_jsd_loss(theirs, teacher, labels, beta=beta, temperature=TEMPERATURE)
+        their_loss.backward()
+
+        divergence_BT = torch.zeros(mask_BT.shape)
+        divergence_BT[mask_BT] = exact_divergence(
+            ours[mask_BT], IDENTITY, teacher[mask_BT], IDENTITY, TEMPERATURE, TORCH_ALONE, beta=beta
+        )
+        zero_BT = torch.zeros(mask_BT.shape)
+        output = PolicyOutput(zero_BT, zero_BT, teacher_BT=divergence_BT)
+        our_loss = (batch.loss_weights_BT * Distillation(1.0, beta).add(zero_BT, output, batch)).sum()
+        our_loss.backward()
+        agree(f"distillation, beta {beta:g}: loss", our_loss, their_loss)
+        agree(f"distillation, beta {beta:g}: gradient", ours.grad, theirs.grad)

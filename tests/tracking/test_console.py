@@ -1,7 +1,6 @@
 """What a person sees: plain lines in a log, a panel on a terminal, and nothing from a model that commands either."""
 
 import io
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
-from covey.config import ConfigError
 from covey.data import EndReason, Group, Rollout, Start
 from covey.tracking.console import Display, clock, last_turn, printable, readable, sparkline, verdict
 from covey.tracking.curve import draw_curve, smooth, thinned
@@ -371,23 +369,6 @@ def test_a_long_line_keeps_its_peaks() -> None:
     assert list(x) == sorted(x)
     assert {(at, value) for at, value in zip(x, kept, strict=True) if value} == {(4321, 5.0), (8765, -3.0)}
     assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
-
-
-@pytest.mark.slow
-def test_the_curve_is_drawn_with_and_without_a_summary(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    with pytest.raises(ConfigError, match="cannot read"):
-        draw_curve(tmp_path / "nowhere")
-    for step in range(1, 4):
-        store.record(step_record(step, {"reward/mean": 0.1 * step, "kl": float("nan")}))
-    unscored = draw_curve(tmp_path).read_bytes()
-    assert unscored[:8] == b"\x89PNG\r\n\x1a\n"
-    for step in range(4, 9):
-        store.record(step_record(step, {**METRICS, "score/mean": 0.1 * step, "eval/score": 0.5}))
-    scored = draw_curve(tmp_path).read_bytes()
-    store.write_summary(json.loads(json.dumps(summary((0.09, 0.06, 0.13), (0.62, 0.56, 0.68)))))
-    finished = draw_curve(tmp_path).read_bytes()
-    assert len({unscored, scored, finished}) == 3  # each adds something that can be seen
 
 
 def texts_of(draw: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tuple[str, Figure]:

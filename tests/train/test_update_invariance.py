@@ -69,12 +69,6 @@ def test_gradient_of_the_defaults_is_the_papers(name):
     same(gradient_of(groups, make(name, "k3_in_loss")), formula_gradient(groups, name, "k3_in_loss"))
 
 
-@EVERY
-def test_padding(algorithm):
-    batch = collate(random_groups())
-    same(gradient_of(padded(batch, 3, 0.0), algorithm), gradient_of(batch, algorithm))
-
-
 @pytest.mark.sampled(5)
 @EVERY
 @pytest.mark.parametrize("hidden", [math.inf, -math.inf, math.nan])

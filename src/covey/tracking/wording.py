@@ -237,6 +237,7 @@ def _language(kind: ScoreKind) -> Wording:
             Shown(("reward/mean",), "reward", _reward),
             Shown(("score/mean",), kind.name, kind.write),
             Shown(("kl",), "KL", _digits(4)),
+            Shown(("teacher/divergence",), "to the teacher", _digits(4)),
             Shown(("entropy",), "entropy", _digits(3)),
             Shown(("length/mean",), "length", _digits(1)),
             Shown(("groups/zero_advantage_fraction",), "dead groups", lambda value: f"{value:.0%}"),

@@ -1,11 +1,13 @@
-"""Environments that raise, lie, hang or die: one line that names environment, episode and step."""
+"""Environments that raise, lie, hang or die, or break a rule: one line that names environment, episode and step."""
 
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -17,6 +19,7 @@ from covey.control.envs.checked import EnvironmentFault, Watchdog, checked_flag,
 from covey.control.envs.vector_env import check_environment, make_environments
 from covey.experiment.control import ControlBuilder
 from covey.experiment.run import check, run
+from helpers import toy_envs
 from helpers.faulty_environments import FINE, NAME, Faulty, answers, collect_episodes, raises, registering
 
 
@@ -288,3 +291,144 @@ def test_pictures_that_an_mlp_reads_come_with_a_warning(register):
     environment = config_from_dict({"environment": {"id": "CartPole-v1"}})
     assert isinstance(environment, ControlConfig)
     assert not ControlBuilder(environment).notes
+
+
+class Seeded(Faulty):
+    """Starts and steps with numbers of a generator."""
+
+    def generator(self) -> Any:
+        return self.np_random
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.generator().random(2).astype(np.float32), {}
+
+    def step(self, action: int) -> Any:
+        _, *rest = super().step(action)
+        return self.generator().random(2).astype(np.float32), *rest
+
+
+class OfTheModule(Seeded):
+    def generator(self) -> Any:
+        return random
+
+
+class Unseeded(Seeded):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=None)
+
+
+class LateChance(Seeded):
+    def step(self, action: int) -> Any:
+        self._np_random = np.random.default_rng()
+        return super().step(action)
+
+
+class Grows(Faulty):
+    level = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.level += 1
+        super().reset(seed=seed)
+        return FINE + self.level, {}
+
+
+random = np.random.RandomState(5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Seeded, ""),
+        (OfTheModule, "reset(seed=0) began two episodes with different observations"),
+        (Unseeded, "reset(seed=0) began two episodes with different observations"),
+        (LateChance, "step 1 of two episodes with the same reset(seed=0) and actions had different results"),
+        (Grows, "reset(seed=0) began two episodes with different observations"),
+    ],
+)
+def test_an_environment_that_ignores_its_seed_is_named(kind, said, register):
+    notes = check_environment(register(kind, max_episode_steps=9))
+    assert [said] * len(notes) == [note[len(f"environment '{NAME}': ") :].partition(", so")[0] for note in notes]
+    assert bool(notes) == bool(said)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("low", "high", "named"),
+    [(0, 1000, True), (-0.01, 0.01, True), (90, 100, True), (-1, 1, False), (0, 1, False), (-np.inf, np.inf, False)],
+)
+def test_a_range_of_actions_that_the_policy_does_not_explore_is_named_with_the_wrapper(low, high, named, register):
+    register(type("Ranged", (Faulty,), {"action_space": spaces.Box(low, high, (2,), np.float32)}), max_episode_steps=9)
+    config = config_from_dict({"environment": {"id": NAME}})
+    assert isinstance(config, ControlConfig)
+    notes = check(config)
+    assert len(notes) == named
+    assert all(
+        f"takes actions from {low:g} to {high:g}" in note and "gymnasium.wrappers.RescaleAction" in note
+        for note in notes
+    )
+
+
+def test_episodes_that_nothing_must_end_are_named_with_the_field(register):
+    class Ends(Faulty):
+        def step(self, action: int) -> Any:
+            self.made += 1
+            return answers(terminated=self.made == 9)
+
+    (note,) = check_environment(register(Ends))
+    assert "has no time limit, and a trained policy may never end an episode: set environment.max_episode_steps" in note
+    gym.registry.pop(NAME)
+    with pytest.raises(ConfigError, match="has a time limit of 1,000,000,000 decisions, and none of its episodes"):
+        check_environment(register(Moving, max_episode_steps=10**9))
+
+
+class Moving(Faulty):
+    def step(self, action: int) -> Any:
+        return answers()
+
+
+def test_parts_of_an_observation_that_are_not_numbers_are_named_and_left_out(register):
+    class Told(Faulty):
+        observation_space = spaces.Dict(mission=spaces.Text(9), view=spaces.Box(-1, 1, (2,), np.float32))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            _, info = super().reset(seed=seed)
+            return {"mission": "go", "view": FINE}, info
+
+        def step(self, action: int) -> Any:
+            return answers(observation={"mission": "go", "view": FINE})
+
+    for kind in ("auto", "sync"):
+        config = replace(register(Told, max_episode_steps=9), vectorization=kind)
+        (note,) = check_environment(config)
+        assert "'mission' of its observation is not numbers: the policy does not see it" in note
+        environments = make_environments(config, 2)
+        assert environments.reset([1, 2]).shape == (2, 2)
+        environments.close()
+        gym.registry.pop(NAME)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "grpo", "rollouts": {"starts_per_step": 1, "group_size": 2}},
+    "ppo": {"algorithm": "ppo", "rollouts": {"kind": "fragments", "environments": 2, "fragment_steps": 4}},
+}
+OF_GYMNASIUM = sorted(
+    name
+    for name, spec in gym.registry.items()
+    if str(spec.entry_point).startswith(("gymnasium.envs.classic_control", "gymnasium.envs.toy_text"))
+)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("name", OF_GYMNASIUM)
+def test_gymnasiums_own_environments_train_for_two_steps(name, kind, tmp_path):
+    tables = RUNS[kind] | {
+        "steps": 2,
+        "evaluation": {"episodes": 2},
+        "environment": {"id": name, "max_episode_steps": 9},
+    }
+    config = toy_envs.read(tables)
+    assert not check(config)
+    parts = toy_envs.train_quietly(config, tmp_path / "run")
+    assert parts.sampler.version == 2

@@ -252,15 +252,6 @@ def test_ppo_takes_over_the_critic_of_ppo(folder, tmp_path, trunk, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ppo_takes_over_the_critic_of_a_finished_run(folder, tmp_path):
-    first = config_for(tmp_path, "first", str(folder / "base"), algorithm="ppo", steps=2)
-    assert start(first) is not None
-    parts = built(replace(first, model=resolve_checkpoint(str(tmp_path / "first"))), tmp_path)
-    saved = CheckpointFolder(tmp_path / "first" / "checkpoints").load(2)["critic_optimizer"]["masters"]
-    assert_equal(dict(parts.critics[0].module.named_parameters()), saved)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_several_epochs_leave_the_old_policy_and_the_kl_to_it_is_felt(folder, tmp_path, estimator):
     config = config_for(

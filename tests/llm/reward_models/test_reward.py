@@ -14,9 +14,7 @@ from covey.data import EndReason, Group, Rollout, Start
 from covey.llm.grader import RewardGrader, build_grader
 from covey.llm.reward_models.loading import load_reward_model
 from covey.llm.reward_models.model import RewardModel, ScoreScale
-from helpers.cases import slow_unless
 from helpers.reward_models import tiny_reward_model
-from helpers.run_helpers import covey, reproducible_metrics
 from helpers.tiny_models import tiny_folder
 
 TEXTS = ("5", "six", "7\n8 or\n9", "")
@@ -176,72 +174,3 @@ def test_the_model_is_loaded_in_the_dry_run_and_mistakes_are_one_line(tmp_path: 
     refused("aggregate is set, but per_step", model=str(process), aggregate="min", per_step=True)
     grader(model=str(outcome)).check(starts)
     grader(model=str(process), per_step=True).check(starts)
-
-
-RECIPE = """
-model = "{policy}"
-steps = 2
-threads = 1
-precision = "fp32"
-
-[task]
-name = "arithmetic"
-digits = [1]
-
-[[rewards]]
-model = "{reward}"
-{more}
-
-[[rewards]]
-name = "numeric"
-weight = 0.0
-score = true
-
-[sampling]
-prompts_per_step = 2
-group_size = 4
-max_new_tokens = 8
-
-[loss]
-credit = "{credit}"
-
-[update]
-learning_rate = 1e-3
-
-[evaluation]
-problems = 4
-
-[checkpoint]
-every = 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_unless([RewardModelKind.PROCESS], RewardModelKind))
-def test_a_run_is_trained_by_a_reward_model(kind: RewardModelKind, tmp_path: Path) -> None:
-    by_step = kind is RewardModelKind.PROCESS
-    saved(tmp_path / "reward", kind)
-    recipe = tmp_path / "recipe.toml"
-    text = RECIPE.format(
-        policy=tiny_folder(tmp_path / "policy", seed=3), reward=tmp_path / "reward",
-        more="per_step = true" if by_step else "clip = 3.0", credit="process_return_to_go" if by_step else "outcome",
-    )  # fmt: skip
-    recipe.write_text(text)
-    code, said = covey("check", recipe, cwd=tmp_path)
-    assert code == 0, said
-    assert "reward models" in said
-    code, said = covey("train", recipe, "--run-dir", "run", cwd=tmp_path)
-    assert code == 0, said
-    lines = reproducible_metrics(tmp_path / "run")
-    assert len(lines) == 2
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    ]
-    assert len({record["reward_parts"]["reward_model"] for record in records}) > 4
-    assert all(record["reward"] == pytest.approx(record["reward_parts"]["reward_model"]) for record in records)
-    (tmp_path / "run" / "summary.json").unlink()
-    with open(tmp_path / "reward" / "config.json", "a") as file:
-        file.write(" ")
-    code, said = covey("train", "--resume", "run", cwd=tmp_path)
-    assert code == 2
-    assert "has changed since the run began" in said
