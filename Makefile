@@ -185,8 +185,9 @@ environments: $(ENVIRONMENTS)/environments-installed
 $(LOWEST)/lowest-installed: $(VENV)/triton tests/helpers/lowest.lock
 	$(call beside_venv,$(LOWEST),tests/helpers/lowest.lock,the lowest versions)
 
+# Packages of different ages warn of each other: matplotlib 3.9 of the names that it imports from pyparsing.
 lowest: $(LOWEST)/lowest-installed
-	@$(LOWEST)/bin/python -m pytest -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
+	@$(LOWEST)/bin/python -m pytest -W ignore::DeprecationWarning -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
 $(DOCS)/docs-installed: $(STAMP) docs/site/docs.lock
 	$(call beside_venv,$(DOCS),docs/site/docs.lock,Sphinx)

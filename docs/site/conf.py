@@ -42,6 +42,7 @@ exclude_patterns = [".*", "build", "dist", "src", "tests", "extras", "runs", "si
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_allow_space = myst_dmath_allow_digits = False
 myst_heading_anchors = 4  # as GitHub makes them
+smartquotes_action = "qe"  # --option keeps its dashes
 suppress_warnings = ["myst.header"]  # README begins with levels of its own
 
 autodoc_inherit_docstrings = False
@@ -123,6 +124,8 @@ def read_page(app: Sphinx, name: str, text: list[str]) -> None:
             return found[0]
         return f"]({tag}/{path.relative_to(ROOT)}{found[2]})"
 
+    # The text of a link is the title of the page or the section, instead of a file's name.
+    text[0] = re.sub(r"\[[\w/.]+\.md\](?=\([\w/.]+\.md(#[^)]*)?\))", "[]", text[0])
     text[0] = re.sub(r"\]\(((?!\w+:|#)[^)\s#]+)([^)\s]*)\)", elsewhere, text[0])
     text[0] = re.sub(r"^```mermaid\ngraph TD\n(.*?)^```", table_of_graph, text[0], flags=re.M | re.S)
     if name == root_doc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
@@ -67,6 +68,12 @@ def test_every_link_leads_to_a_place_of_the_site_or_is_a_web_address() -> None:
 def test_pages_load_nothing_from_elsewhere() -> None:
     foreign = {address for page in pages() for address in links_of(page).loaded if urlsplit(address).netloc}
     assert foreign == set()
+
+
+def test_options_keep_their_dashes_and_a_link_has_the_title_of_its_page() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+    assert [page for page, text in texts.items() if re.search(r"\W–[a-z]", text)] == []
+    assert re.search(r">[\w/.]+\.md<", texts[SITE / "docs/README.html"]) is None
 
 
 def test_every_page_is_in_the_navigation() -> None:
