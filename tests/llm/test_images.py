@@ -1,11 +1,14 @@
 """Prompts with images: rows of data, tokens, and the same log-probabilities while sampling and in the update."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig
 
 from covey.config import ChatConfig, ConfigError
@@ -184,6 +187,45 @@ def test_a_broken_image_is_one_line_with_file_and_row(content: bytes, message: s
     (row,) = (row for row in task.rows if row.place.endswith("line 1"))
     with pytest.raises(ConfigError, match=rf"^the image 'red-0.png' in {tmp_path} {message}: replace it$"):
         chat.encode(row.prompt)
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    content = BytesIO()
+    image.save(content, format, **options)
+    return content.getvalue()
+
+
+SIDEWAYS = Image.Exif()
+SIDEWAYS[0x112] = 6
+GREY16 = Image.fromarray(np.array([[0, 256 * 77], [65535, 300]], np.uint16))
+HIDDEN = Image.fromarray(np.array([[[255, 0, 0, 255], [0, 0, 0, 0]]], np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "options", "pixels"),
+    [
+        (GREY16, "PNG", {}, [[(0,) * 3, (77,) * 3], [(255,) * 3, (1,) * 3]]),
+        (GREY16, "TIFF", {}, [[(0,) * 3, (77,) * 3], [(255,) * 3, (1,) * 3]]),
+        (HIDDEN, "PNG", {}, [[(255, 0, 0), (255, 255, 255)]]),
+        (HIDDEN.convert("RGB"), "PNG", {"exif": SIDEWAYS}, [[(255, 0, 0)], [(0, 0, 0)]]),
+    ],
+)
+def test_an_image_is_what_a_person_sees(image: Any, format: str, options: Any, pixels: Any, tmp_path: Path) -> None:
+    """In files and as pictures of PIL: 16 bits are not cut, nothing hidden is shown, a photo stands upright."""
+    content = encoded(image, format, **options)
+    for given in ({"bytes": content}, Image.open(BytesIO(content))):
+        [taken] = take_pictures({"image": given}, tmp_path)
+        assert np.asarray(taken.open()).tolist() == [[list(pixel) for pixel in row] for row in pixels]
+
+
+def test_values_without_a_range_and_a_damaged_picture_are_one_line(tmp_path: Path) -> None:
+    for kind in (np.int32, np.float32):
+        [taken] = take_pictures({"image": Image.fromarray(np.ones((2, 2), kind))}, tmp_path)
+        with pytest.raises(ConfigError, match="its pixels have 32 bits"):
+            taken.open()
+    damaged = Image.open(BytesIO(encoded(Image.new("RGB", (20, 20), "red"), "BMP")[:300]))
+    with pytest.raises(ValueError, match="'image' has a picture that cannot be decoded"):
+        take_pictures({"image": damaged}, tmp_path)
 
 
 def test_a_text_model_refuses_images_in_one_line(tmp_path: Path) -> None:

@@ -34,20 +34,33 @@ class Picture:
 
     def open(self) -> Image.Image:
         """The image in RGB, turned as its file says. Raises ConfigError if it cannot be decoded."""
-        if isinstance(self.source, Image.Image):
-            return self.source.convert("RGB")
         content = read_file(self.source, MOST_BYTES) if isinstance(self.source, Path) else self.source
         try:
+            if isinstance(content, Image.Image):
+                return _rgb(content)
             with Image.open(BytesIO(content), formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MOST_PIXELS:
                     raise ValueError(f"{width} x {height} pixels, and at most {MOST_PIXELS:,} are read")
-                return ImageOps.exif_transpose(image).convert("RGB")
+                return _rgb(image)
         except UnidentifiedImageError as error:  # whose text is the address of an object
             raise ConfigError(f"the image {self.name} is none of {', '.join(FORMATS)}: replace it") from error
         except Exception as error:  # PIL's decoders raise many kinds for a damaged file
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"the image {self.name} cannot be decoded ({reason:.150}): replace it") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """The image as a person sees it on a white page. Raises ValueError for values without a known range."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits, of which the value of white is unknown: save it with 8 or 16")
+    if image.mode.startswith("I;16"):  # PIL would make white of all but the darkest
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 class ImagePrompt(list[Mapping[str, Any]]):
@@ -121,7 +134,10 @@ def _text(content: Any) -> Any:
 def _picture(value: Any, column: str, folder: Path) -> Picture:
     """The image of a value. Raises ValueError if it is none."""
     if isinstance(value, Image.Image):
-        return Picture("of PIL", value, _digest(f"{value.mode} {value.size}".encode(), value.tobytes()))
+        try:
+            return Picture("of PIL", value, _digest(f"{value.mode} {value.size}".encode(), value.tobytes()))
+        except OSError as error:  # its file is read when it is used first
+            raise ValueError(f"{column!r} has a picture that cannot be decoded ({error}): replace it") from None
     content, name = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (None, value)
     if isinstance(content, bytes):
         shown = f"{shortened(name)} in {column!r}" if isinstance(name, str) else f"in {column!r}"
