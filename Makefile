@@ -150,7 +150,7 @@ gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu tests/gpu -n $(WORKERS) --dist worksteal
 
 arm: $(STAMP)
-	@echo "ARM under qemu: about ten minutes, and a download of 3.5 GB once"
+	@echo "ARM under qemu: about half an hour, and a download of 3.5 GB once"
 	@PYTHONPATH=tests $(BIN)/python tests/helpers/arm.py $(ARM)
 
 scale: $(STAMP) $(SCALE)/scale-installed
