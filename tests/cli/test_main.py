@@ -207,11 +207,15 @@ def test_what_is_not_right_or_wrong_is_reported_as_a_score() -> None:
 def test_sample_prints_every_answer_safely(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "smollm2-135m", "--n", "2", "What is 2 + 2?", "--temperature=0.5"]) == 0
     config = RunConfig(model="smollm2-135m", sampling=SamplingConfig(max_new_tokens=64))
-    assert build.calls == [("sample_model", (config, "What is 2 + 2?", 2, 0.5), {"truncation": Truncation()})]
+    assert build.calls == [
+        ("sample_model", (config, "What is 2 + 2?", 2, 0.5), {"truncation": Truncation(), "images": []})
+    ]
     assert capsys.readouterr().out == "[1] one\n[2] t�[2Jwo\nlines\n"
     assert main(["sample", "smollm2-135m", "x", "--top-a", "0.9"]) == 2
     assert "unknown option '--top-a'" in capsys.readouterr().err
     assert main(["sample", "smollm2-135m", "x", "--n", "0"]) == 2
+    assert main(["sample", "smollm2-135m", "x", "--image", "a.png", "--image", "b.png"]) == 0
+    assert build.calls[-1][2]["images"] == [Path("a.png"), Path("b.png")]
 
 
 def test_sample_converses_with_an_environment(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +291,7 @@ def test_sampling_options_reach_the_sampler(build: Build) -> None:
     [(_, (config, *_), kwargs)] = build.calls
     assert config.sampling.stop == ("</answer>", "\n\n")
     assert config.chat.system_prompt == "Be brief."
-    assert kwargs == {"truncation": Truncation(top_k=5, top_p=0.9, min_p=0.1, min_new_tokens=3)}
+    assert kwargs == {"truncation": Truncation(top_k=5, top_p=0.9, min_p=0.1, min_new_tokens=3), "images": []}
     build.calls.clear()
     words = ["--samples", "2", "--top-p", "0.9", "--stop", "a,b", "--system-prompt", "Be brief."]
     assert main(["eval", "smollm2-135m", "--task", "arithmetic", *words]) == 0

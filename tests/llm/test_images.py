@@ -3,6 +3,7 @@
 import json
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from covey.config import ChatConfig, ConfigError
+from covey.config import ChatConfig, ConfigError, DatasetConfig
 from covey.data import Start, collate
 from covey.llm.data.images import ImagePrompt, take_pictures, with_pictures
-from covey.llm.data.rows import read_rows, row_of
+from covey.llm.data.rows import image_checksums, read_rows, row_of
 from covey.llm.generation.backend import choose_backend
 from covey.llm.generation.local_generator import LocalGenerator
-from covey.llm.model.files import IMAGES
+from covey.llm.model.files import IMAGES, read_processor
 from covey.llm.model.images import never_sample_places, placeholders
 from covey.llm.model.loading import LoadedModel, load_model
 from covey.llm.policy import KLToReference, LanguagePolicy
@@ -119,7 +120,7 @@ def test_images_beside_a_file_as_bytes_and_of_pil_are_one_prompt(tmp_path: Path)
         )
     ):
         row = row_of(f"row {number}", record | {"answer": "red"}, tmp_path)
-        assert (list(row.prompt), row.columns) == (placed, {"answer": "red"})
+        assert (list(row.prompt), row.columns["answer"], len(row.columns["images"])) == (placed, "red", 1)
         assert row.prompt.pictures[0].open().tobytes() == picture("red").tobytes()
         assert json.loads(json.dumps(row.prompt)) == placed, "records have the messages"
     other = row_of("", {"prompt": user, "image": picture("blue")})
@@ -160,7 +161,7 @@ def test_rows_without_images_beside_others_have_an_empty_prompt_of_images(tmp_pa
         ({"images": ["a.png"], "prompt": 5}, "must be a string or a list of chat messages"),
         ({"images": ["a.png"], "prompt": [{"role": "user", "content": "<image><image>"}]}, "2 places .* 1 image"),
         ({"images": ["a.png"], "prompt": [{"role": "system", "content": "x"}]}, "0 places .* 1 image"),
-        ({"images": ["a.png"], "prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "'content' that is a"),
+        ({"images": ["a.png"], "prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "has the part .*video"),
     ],
 )  # fmt: skip
 def test_a_row_whose_images_cannot_be_used_is_one_line(record: Any, message: str, tmp_path: Path) -> None:
@@ -262,3 +263,57 @@ def test_a_group_of_another_prompt_does_not_move_the_positions_of_a_row(tmp_path
     for start, group in zip(starts, together, strict=True):
         (alone,) = sampler.sample([start], 2, step=1)
         assert [one.actions for one in alone.rollouts] == [one.actions for one in group.rollouts]
+
+
+def test_a_content_of_parts_is_a_text_in_every_row(tmp_path: Path) -> None:
+    """Chat templates of text models and of vision-language models take lists of parts."""
+    text = {"type": "text", "text": "a"}
+    content = [text, {"type": "text", "text": "b", "image": None}]
+    row = row_of("r", {"prompt": [{"role": "user", "content": content}]})
+    assert type(row.prompt) is list
+    assert row.prompt == [{"role": "user", "content": "ab"}]
+    for part, message in (
+        ({"type": "image"}, "has 1 place for images .*, and the row has 0 images"),
+        ({"type": "image", "image": "a.png"}, r"has the part .*a.png.*: parts are .* whose image is in the column"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "has the part .*image_url"),
+        ("a", "has the part 'a'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^r: .*{message}"):
+            row_of("r", {"prompt": [{"role": "user", "content": [part, text]}]}, tmp_path)
+
+
+def test_an_image_is_known_by_its_content(tmp_path: Path) -> None:
+    file, config = colour_rows(tmp_path), DatasetConfig(path=str(tmp_path / "colours.jsonl"))
+    before, found = [row.content for row in read_rows(str(file))], image_checksums(config)
+    assert list(found) == [f"an image of {file}"]
+    one = tmp_path / "red-0.png"
+    content = one.read_bytes()
+    one.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # of the same size
+    assert [row.content for row in read_rows(str(file))] != before
+    assert image_checksums(config) != found
+    (tmp_path / "copy.png").write_bytes((tmp_path / "blue-2.png").read_bytes())
+    user = [{"role": "user", "content": "a"}]
+    rows = [row_of("r", {"prompt": user, "images": [name]}, tmp_path) for name in ("blue-2.png", "copy.png")]
+    assert rows[0].content == rows[1].content
+    assert rows[0].columns == {"images": ["blue-2.png"]}
+    palettes = [picture(colour).quantize(2) for colour in ("red", "blue")]
+    assert len({row_of("r", {"prompt": user, "image": one}).content for one in palettes}) == 2
+
+
+def test_no_forward_pass_makes_the_list_of_placeholders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would be copied there, for which the program waits."""
+    loaded = load(vision_folder(tmp_path, "llava"))
+    tokens = torch.tensor([[5, 6, 7]])
+    monkeypatch.setattr("covey.llm.model.images.torch", SimpleNamespace(finfo=torch.finfo))
+    assert loaded.module(input_ids=tokens).logits[..., placeholders(loaded.module.config)].max() < -1e4
+
+
+def test_a_missing_package_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = vision_folder(tmp_path, "llava")
+
+    def init(self: Any, *_: Any, **__: Any) -> None:
+        raise ImportError(f"{type(self).__name__} requires the package x")
+
+    monkeypatch.setattr("transformers.LlavaProcessor.__init__", init)
+    with pytest.raises(ConfigError, match=r"\(ImportError: LlavaProcessor requires the package x\): install the"):
+        read_processor(folder, "llava", None)

@@ -9,6 +9,7 @@ from covey.cli.evaluate import add_truncation, truncation_of
 from covey.cli.options import MODEL, MOST_TOKENS, Command, Parser, number, option, temperature
 from covey.config import ConfigError, ConversationConfig, EvaluationConfig, RunConfig, SamplingConfig
 from covey.config.fields import check_fields, check_text
+from covey.config.files import user_path
 from covey.config.llm import check_stop
 from covey.config.model_sources import find_origin, locate_model
 from covey.config.recipe import config_from_dict, read_recipe
@@ -27,6 +28,7 @@ def _options(parser: Parser) -> None:
     parser.epilog = EPILOG
     option(parser, "MODEL", MODEL)
     option(parser, "[PROMPT]", "the user's message (a held-out problem of the run)")
+    option(parser, "--image FILE", "image of PROMPT; several times for more", action="append")
     option(parser, "--n N", "number of answers", number(int, 1, 10_000), 4)
     option(parser, "--temperature T", "0 is greedy", temperature, 1.0)
     longest = "longest answer, or turn of a conversation, in tokens (64, or the run's own)"
@@ -64,6 +66,8 @@ def sample_command(arguments: argparse.Namespace, _fields: list[str]) -> None:
         raise ConfigError("--environment none is for a PROMPT, because held-out problems have a conversation: give one")
     elif arguments.recipe is None:
         _refuse_own_rewards(arguments.model)
+    if arguments.image and (arguments.prompt is None or environment):
+        raise ConfigError("--image is for a PROMPT without an environment: give a PROMPT, or leave --image out")
     columns = _columns_of(arguments, environment)
     config = _config_of(arguments, run, environment)
     truncation = truncation_of(arguments, arguments.temperature, config.sampling)
@@ -171,8 +175,9 @@ def _answers(arguments: argparse.Namespace, config: RunConfig, truncation: dict[
     from covey.tracking.console import printable
 
     texts = sample_model(
-        config, arguments.prompt, arguments.n, arguments.temperature, truncation=Truncation(**truncation)
-    )
+        config, arguments.prompt, arguments.n, arguments.temperature, truncation=Truncation(**truncation),
+        images=[user_path(name) for name in arguments.image or ()],
+    )  # fmt: skip
     for place, text in enumerate(texts, start=1):
         record = json.dumps({"prompt": arguments.prompt, "text": text})
         print(record if arguments.json else f"[{place}] {printable(text)}")

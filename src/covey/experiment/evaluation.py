@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,11 @@ from covey.experiment.models import load_policy
 from covey.experiment.plan import fits_this_machine
 from covey.experiment.problem import Completions, build_problem, build_rollout_kind, opened_problem
 from covey.llm.data.images import ImagePrompt
+from covey.llm.data.rows import row_of
 from covey.llm.generation.token_sampling import WHOLE, Truncation
 from covey.llm.grader import RewardGrader
 from covey.llm.model.chat import Chat
-from covey.llm.model.files import cached_folder
+from covey.llm.model.files import IMAGES, cached_folder, family_of
 from covey.llm.model.loading import find_chat, resolve_checkpoint
 from covey.llm.sampler import LanguageSampler, greedy
 from covey.runtime.device import build_machine
@@ -296,16 +298,35 @@ def _step_of(model: str) -> int:
 
 
 def sample_model(
-    config: RunConfig, prompt: str, n: int, temperature: float, truncation: Truncation = WHOLE
+    config: RunConfig,
+    prompt: str,
+    n: int,
+    temperature: float,
+    truncation: Truncation = WHOLE,
+    *,
+    images: Sequence[Path] = (),
 ) -> list[str]:
     """Sample `n` answers to a user's message with the model's chat template, if it has one.
 
     Args:
         config: model, chat, token limit, stop strings, seed and precision are used.
+        images: files of the message.
+
+    Raises:
+        ConfigError: as `load_policy` does; if an image cannot be used.
     """
-    loaded = load_policy(config, build_machine("auto", config.precision, 0))
+    asked: Any = [{"role": "user", "content": prompt}]
+    example: ImagePrompt | None = None
+    described = find_chat(config.model)
+    if images:
+        asked = example = row_of(
+            "--image", {"prompt": asked, "images": [str(path.absolute()) for path in images]}
+        ).prompt
+    elif described is not None and family_of({"model_type": described[1].model_type}) is IMAGES:
+        asked = example = ImagePrompt(asked)
+    loaded = load_policy(config, build_machine("auto", config.precision, 0), example)
     sampler = replace(loaded.sampler, temperature=temperature, truncation=truncation)
-    asked = [{"role": "user", "content": prompt}] if loaded.chat.tokenizer.chat_template else prompt
+    asked = asked if example is not None or loaded.chat.tokenizer.chat_template else prompt
     (group,) = sampler.sample([Start(0, asked)], n, step=0)
     return [rollout.text for rollout in group.rollouts]
 

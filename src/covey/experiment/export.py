@@ -25,6 +25,7 @@ from covey.config.model_sources import (
 from covey.config.recipe import config_from_dict, config_to_toml
 from covey.experiment.advice import PYTHON_NAME, Launch, read_launch, start
 from covey.experiment.evaluation import precision_of
+from covey.llm.model.files import IMAGES
 from covey.llm.model.gguf import plan_gguf, read_gguf_license, write_gguf
 from covey.llm.model.loading import holds_adapter, load_adapted_checkpoint, load_model, resolve_checkpoint
 from covey.llm.model.lora import add_adapter, load_adapter, save_adapter
@@ -69,7 +70,8 @@ def export_model(name: str, folder: Path, gguf: str = "") -> Exported:
     plans = [plan_gguf(loaded.module, tokenizer, gguf)] if gguf else []
     files = [Path(f"{folder.absolute().name}-{plan.kind.upper()}.gguf") for plan in plans]
     origin = find_origin(name)
-    card = "" if origin is None else model_card(folder.absolute().name, origin, licence)
+    task = "image-text-to-text" if loaded.module.config.model_type in IMAGES.architectures else "text-generation"
+    card = "" if origin is None else model_card(folder.absolute().name, origin, licence, task)
 
     def save(draft: Path) -> None:
         loaded.module.save_pretrained(draft)
@@ -156,13 +158,14 @@ def licence_of(model: str) -> str:
     return found[1] if found else ""
 
 
-def model_card(name: str, origin: Origin, licence: str) -> str:
+def model_card(name: str, origin: Origin, licence: str, task: str) -> str:
     """The text of the card.
 
     Args:
         name: of the exported model.
         origin: the run, and the step of its checkpoint.
         licence: of the base model; empty if it is unknown.
+        task: of the model, as the hub names it.
     """
     config = config_from_dict(origin.config_tables)
     assert isinstance(config, RunConfig)
@@ -183,7 +186,7 @@ def model_card(name: str, origin: Origin, licence: str) -> str:
             "---",
             *header,
             "library_name: transformers",
-            "pipeline_tag: text-generation",
+            f"pipeline_tag: {task}",
             f"tags: [covey, {config.algorithm}, reinforcement-learning]",
             "---",
             "",

@@ -14,6 +14,7 @@ from covey.config.conversation import ConversationConfig, with_conversation
 from covey.config.inputs import input_checksums
 from covey.config.rules import validate
 from covey.config.sft import RewardModelTraining
+from covey.config.tasks import DatasetConfig
 from covey.data import Task, Team
 from covey.experiment import advice
 from covey.experiment.advice import Launch
@@ -70,7 +71,7 @@ def run(
     config, environment = with_conversation(config, conversation)
     validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
     check_ranks(config)
-    inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+    inputs = _inputs(config, task, rewards)
     with joined_ranks():
         team = team_for(config)
         builder = open_builder(config, task, rewards, team, environment, algorithm)
@@ -114,7 +115,7 @@ def resume(
         assert not isinstance(config, RewardModelTraining)  # it is a run of covey train
         validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
         check_ranks(config)
-        inputs = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+        inputs = _inputs(config, task, rewards)
         job.refuse_changed(inputs)
         team = team_for(config)
         builder = open_builder(config, task, rewards, team, environment, algorithm)
@@ -122,6 +123,16 @@ def resume(
             return job.run(builder, inputs, own)
         finally:
             builder.close()
+
+
+def _inputs(config: RunConfig | ControlConfig, task: Any, rewards: Sequence[Reward]) -> dict[str, str]:
+    """Checksums of what a run reads, of which a script gave `task` and `rewards`."""
+    found = input_checksums(config, own_task=task is not None, own_rewards=bool(rewards))
+    if task is None and isinstance(config, RunConfig) and isinstance(config.task, DatasetConfig):
+        from covey.llm.data.rows import image_checksums
+
+        found |= image_checksums(config.task)
+    return found
 
 
 def _listed(rewards: Reward | Sequence[Reward]) -> Sequence[Reward]:

@@ -21,6 +21,7 @@ from covey.config.recipe import read_recipe
 from covey.config.rewards import check_reward
 from covey.config.servers import is_this_machine
 from covey.data import Group, Start
+from covey.llm.data.rows import as_text
 from covey.llm.grader import GradingError, RewardGrader, build_grader
 from covey.llm.rewards.judge import GIVE_UP_AFTER, Reply, ReplyCache, ScoreReader, UnreadableReply
 from helpers.graded import all_rewards as rewards_of
@@ -236,6 +237,19 @@ def test_a_question_shows_chats_and_columns_as_text_and_is_filled_once(build) ->
         one = build(server, judge_prompt=question)
         one.grade([group("{answer}", prompt=chat, facts=["é", 2], answer="42")])
     assert server.questions == ['A: system: Be brief.\n\nuser: Why?\nB: {answer}\nC: ["é", 2] {"score": 1} {42}']
+
+
+def test_a_question_shows_calls_of_tools() -> None:
+    """Without them conversations that differ in their calls only would be equal."""
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "I add.", "tool_calls": [call], "unread_calls": ["<call>{"]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    shown = '{"name": "add", "arguments": {"a": 1}}'
+    assert as_text(turns) == f"assistant: I add.\n{shown}\n<call>{{\n\ntool: 2\n\nassistant: {shown}"
+    assert as_text(turns[2:]) == shown
 
 
 def test_questions_are_asked_at_the_same_time_up_to_the_limit(build) -> None:
@@ -679,18 +693,19 @@ def test_one_question_scores_all_completions_of_a_group(build, act, order: bool,
         graded = one.grade(groups)
         assert rewards_of(graded)[:4] == expected
         assert rewards_of(graded)[4:6] == ([10.0, 0.0] if order else [3.0, 2.0])
-        assert rewards_of(graded)[6:] == [0.0, 0.0], "the rest is the other reward, 0 with weight 0"
-        assert len(server.questions) == 2
+        assert rewards_of(graded)[6:] == ([5.0, 5.0] if order else [1.0, 1.0]), "equal ones have a score, not 0"
         assert sorted(sorted(numbered(question)) for question in server.questions) == [
             ["bb", "bbb"],
+            *([] if order else [["c"]]),
             ["c", "cc", "cccc"],
         ]
         [question] = [question for question in server.questions if "cccc" in question]
         assert [numbered(question)[rollout.extras["judge"]["number"] - 1] for rollout in groups[0].rollouts] == [
             "c", "cccc", "c", "cc",
         ]  # fmt: skip
+        asked = len(server.questions)
         one.grade([group("cc", "cccc", "c", answer="x")])
-        assert len(server.questions) == 2, "the order of a question does not depend on the order of the siblings"
+        assert len(server.questions) == asked, "the order of a question does not depend on the order of the siblings"
 
 
 def test_the_places_of_completions_are_random_and_repeatable(build) -> None:

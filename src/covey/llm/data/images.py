@@ -6,6 +6,7 @@ This module loads no torch, so that a missing file is reported at once.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
@@ -15,7 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from covey.config import ConfigError
 from covey.config.fields import plural
-from covey.config.files import read_file, shortened
+from covey.config.files import faults_of, read_file, shortened
 
 COLUMNS = ("images", "image")  # TRL's names; verl has the first
 PLACE = "<image>"  # verl's mark of an image in the text of a message
@@ -30,7 +31,17 @@ class Picture:
 
     name: str  # for messages
     source: Any  # a path, the bytes of a file, or a picture of PIL
-    digest: str  # differs for other images
+    label: str  # for columns: its name in the data, else the digest
+    known: str = ""  # the digest of one that has no path
+
+    @property
+    def digest(self) -> str:
+        """Of its content, which a file may change."""
+        if not isinstance(self.source, Path):
+            return self.known
+        with faults_of(self.source):
+            status = self.source.stat()
+        return _digest_of(self.source, status.st_size, status.st_mtime_ns)
 
     def open(self) -> Image.Image:
         """The image in RGB, turned as its file says. Raises ConfigError if it cannot be decoded."""
@@ -74,7 +85,7 @@ class ImagePrompt(list[Mapping[str, Any]]):
 
     @property
     def digest(self) -> str:
-        """Differs for other images."""
+        """Differs for images of another content."""
         return ",".join(picture.digest for picture in self.pictures)
 
 
@@ -98,21 +109,27 @@ def take_pictures(columns: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
     )
 
 
+def has_parts(messages: Sequence[Any]) -> bool:
+    """True if the content of a message is a list of parts, as chat templates take it too."""
+    return any(isinstance(one, Mapping) and isinstance(one.get("content"), (list, tuple)) for one in messages)
+
+
 def with_pictures(messages: Sequence[Any], pictures: Sequence[Picture]) -> ImagePrompt:
     """A prompt with a place for each image. Messages without a place have all of them at the beginning of the first
-    message of the user; a content may be a list of parts too, as chat templates take it.
+    message of the user; a content that is a list of parts becomes a text.
 
     Raises:
-        ValueError: if the messages have another number of places.
+        ValueError: if the messages have another number of places, or parts that are neither a text nor an image.
     """
     found = [dict(message) if isinstance(message, Mapping) else message for message in messages]
     known = [message for message in found if isinstance(message, dict)]
     for message in known:
-        message["content"] = _text(message.get("content"))
-    texts = [message["content"] for message in known if isinstance(message["content"], str)]
+        if has_parts([message]):
+            message["content"] = _text(message["content"])
+    texts = [message["content"] for message in known if isinstance(message.get("content"), str)]
     if not (places := sum(text.count(PLACE) for text in texts)) and pictures:
         first = next((message for message in known if message.get("role") == "user"), None)
-        if first is not None and isinstance(first["content"], str):
+        if first is not None and isinstance(first.get("content"), str):
             first["content"] = PLACE * len(pictures) + first["content"]
             places = len(pictures)
     if places != len(pictures) and len(texts) == len(found):  # a message without a text is refused by `check_prompt`
@@ -123,42 +140,59 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Picture]) -> Image
     return ImagePrompt(found, pictures)
 
 
-def _text(content: Any) -> Any:
-    """The text of a content that is a list of parts; any other content as it is."""
-    if not isinstance(content, (list, tuple)) or not all(isinstance(part, Mapping) for part in content):
-        return content
-    texts = [PLACE if part.get("type") == "image" else part.get("text") for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+def _text(parts: Sequence[Any]) -> str:
+    """The text of a list of parts. Raises ValueError for a part of another kind."""
+    texts = []
+    for part in parts:
+        given = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+        if given == {"type": "image"}:
+            texts.append(PLACE)
+        elif given.keys() <= {"type", "text"} and isinstance(given.get("text"), str):
+            texts.append(given["text"])
+        else:
+            raise ValueError(
+                f"a content has the part {shortened(str(part))}: parts are {{'type': 'text', 'text': ...}} and "
+                "{'type': 'image'}, whose image is in the column 'images'"
+            )
+    return "".join(texts)
 
 
 def _picture(value: Any, column: str, folder: Path) -> Picture:
     """The image of a value. Raises ValueError if it is none."""
     if isinstance(value, Image.Image):
         try:
-            return Picture("of PIL", value, _digest(f"{value.mode} {value.size}".encode(), value.tobytes()))
+            colours = value.getpalette(), value.info.get("transparency")
+            digest = _digest(f"{value.mode} {value.size} {colours} ".encode() + value.tobytes())
+            return Picture("of PIL", value, digest, digest)
         except OSError as error:  # its file is read when it is used first
             raise ValueError(f"{column!r} has a picture that cannot be decoded ({error}): replace it") from None
     content, name = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (None, value)
     if isinstance(content, bytes):
         shown = f"{shortened(name)} in {column!r}" if isinstance(name, str) else f"in {column!r}"
-        return Picture(shown, content, _digest(content))
+        digest = _digest(content)
+        return Picture(shown, content, name if isinstance(name, str) else digest, digest)
     if not isinstance(name, str) or not name:
         raise ValueError(
             f"{column!r} has a value that is not an image: give names of files, {{'bytes', 'path'}} as the package "
             "datasets stores them, or pictures of PIL; or name the column otherwise"
         )
-    if "://" in name:
+    if "://" in name or name.startswith("data:"):
         raise ValueError(f"{column!r} has the address {shortened(name)}, and no image is downloaded: give files")
-    shown, path = f"{shortened(name)} in {folder}", folder / name
+    path = folder / name
+    shown = shortened(name) if Path(name).is_absolute() else f"{shortened(name)} in {folder}"
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a name that no file can have
         status = None
     if status is None or not S_ISREG(status.st_mode):
         raise ValueError(f"{column!r}: there is no file {shown}; names of images begin at the data file")
-    # Not the content: a data set may have a hundred thousand files.
-    return Picture(shown, path, _digest(name.encode("utf-8", "surrogatepass"), str(status.st_size).encode()))
+    return Picture(shown, path, name)
 
 
-def _digest(*parts: bytes) -> str:
-    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+@lru_cache(maxsize=1 << 16)  # several rows may ask about one image
+def _digest_of(path: Path, _size: int, _changed: int) -> str:
+    return _digest(read_file(path, MOST_BYTES))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -20,7 +20,7 @@ from covey.config.hub import HubData
 from covey.config.machine import memory_bytes
 from covey.config.named_modules import data_files, is_arrow
 from covey.llm.data.arrow import check_count, plain_record, read_arrow
-from covey.llm.data.images import COLUMNS, ImagePrompt, take_pictures, with_pictures
+from covey.llm.data.images import COLUMNS, ImagePrompt, has_parts, take_pictures, with_pictures
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 LONGEST_ROLE = 64  # characters
@@ -115,6 +115,20 @@ def read_rows(path: str, columns: tuple[str, ...] = ()) -> list[Row]:
         raise path_error(error, f"{path}: cannot be read", file) from error
     version = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in statuses)
     return _read_rows(path, file.absolute(), version, columns)
+
+
+def image_checksums(config: DatasetConfig) -> dict[str, str]:
+    """Checksum of the images that the rows of a [task] table name, as `covey.config.inputs` has those of its files.
+
+    Raises:
+        ConfigError: as `read_rows`.
+    """
+    found = {}
+    for path in filter(None, config.sources):
+        prompts = (row.prompt for row in read_rows(path, config.columns))
+        if digests := [prompt.digest for prompt in prompts if isinstance(prompt, ImagePrompt)]:
+            found[f"an image of {path}"] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return found
 
 
 # Suffix -> the pandas function that reads such files. A .json file may hold JSON lines, so it is read as JSONL.
@@ -242,12 +256,14 @@ def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, A
         raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
     if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
         prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
-    if pictures := take_pictures(columns, folder):
-        if isinstance(prompt, str):
-            raise ValueError(
-                "it has images, and its 'prompt' is a plain string: give chat messages, or name the column 'question'"
-            )
-        prompt = with_pictures(prompt, pictures) if isinstance(prompt, list) else prompt
+    pictures = take_pictures(columns, folder)
+    if pictures and isinstance(prompt, str):
+        raise ValueError(
+            "it has images, and its 'prompt' is a plain string: give chat messages, or name the column 'question'"
+        )
+    if isinstance(prompt, list) and (pictures or has_parts(prompt)):
+        placed = with_pictures(prompt, pictures)
+        prompt = placed if pictures else list(placed)
     check_prompt(prompt)
     verl = columns.get("reward_model")
     if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
@@ -255,7 +271,7 @@ def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, A
     for name in RESERVED:
         if name in columns:
             raise ValueError(f"the column name {name!r} is reserved; rename the column")
-    return prompt, columns
+    return prompt, columns | ({COLUMNS[0]: [picture.label for picture in pictures]} if pictures else {})
 
 
 def check_prompt(prompt: Any, name: str = "prompt") -> None:
@@ -467,11 +483,19 @@ def filled(template: str, columns: Mapping[str, Any]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as text: chat messages by their contents, with the roles if there are several."""
+    """A value as text: chat messages by their contents and calls of tools, with the roles if there are several."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
-        if len(value) == 1:
-            return str(value[0]["content"])
-        return "\n\n".join(f"{message.get('role', '')}: {message['content']}" for message in value)
+        texts = [_message_text(message) for message in value]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n\n".join(f"{one.get('role', '')}: {text}" for one, text in zip(value, texts, strict=True))
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    """The content of a message, and a line for each of its calls, read or not."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    written = [json.dumps(call, ensure_ascii=False, default=str) for call in calls]
+    return "\n".join(filter(None, [str(message["content"] or ""), *written, *message.get("unread_calls", ())]))

@@ -83,6 +83,8 @@ def reading(what: str, advice: str = "the file may be damaged") -> Iterator[None
     except Exception as error:
         if fault := machine_error(error):
             raise fault from error
+        if isinstance(error, ImportError):
+            advice = "install the package that it names"
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise ConfigError(f"{what} ({reason}): {advice}") from error
@@ -401,6 +403,7 @@ def read_processor(folder: Path, kind: str, tokenizer: Any) -> Any:
             parts = {"tokenizer": tokenizer, "image_processor": images}
             return [parts.get(name) for name in cls.get_attributes()]
 
+    ImagesOnly.__name__ = base.__name__  # in messages
     with reading(f"model {folder}: its processor of images cannot be loaded", "copy its files again"):
         return ImagesOnly.from_pretrained(str(folder), **SAFELY)
 

@@ -109,11 +109,12 @@ def placeholders(config: PreTrainedConfig) -> list[int]:
 
 def never_sample_places(module: PreTrainedModel) -> None:
     """Give the placeholders the probability 0, in every forward pass of the model."""
-    rows = module.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-    module.register_forward_hook(partial(_exclude, [id for id in placeholders(module.config) if 0 <= id < rows]))
+    weight: Tensor = module.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+    ids = [id for id in placeholders(module.config) if 0 <= id < len(weight)]
+    module.register_forward_hook(partial(_exclude, torch.tensor(ids, device=weight.device)))
 
 
-def _exclude(ids: list[int], module: nn.Module, given: Any, output: Any) -> None:
+def _exclude(ids: Tensor, module: nn.Module, given: Any, output: Any) -> None:
+    """`ids` are on the device of the logits, because a GPU would wait for a copy in every forward pass."""
     logits: Tensor = output.logits
-    excluded = max(EXCLUDED_LOGIT, torch.finfo(logits.dtype).min)
-    output.logits = logits.index_fill(-1, torch.tensor(ids, device=logits.device), excluded)
+    output.logits = logits.index_fill(-1, ids, max(EXCLUDED_LOGIT, torch.finfo(logits.dtype).min))

@@ -67,7 +67,8 @@ class Judge(RewardRunner):
     config may need exponential time for some replies, so it is matched in a process.
 
     A judge that ranks is asked once for a group, with its different completions in a random order, and replies with a
-    list: their scores, or their numbers from the best to the worst (RULER of OpenPipe's ART).
+    list: their scores, or their numbers from the best to the worst (RULER of OpenPipe's ART). Completions that are all
+    equal have a score too, because without one the mean reward of a step would fall with their number.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -89,8 +90,7 @@ class Judge(RewardRunner):
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Future[Results]:
-        """A score for each completion, or None and an entry in `errors`; None for completions that are all equal, which
-        a judge that ranks cannot compare.
+        """A score for each completion, or None and an entry in `errors`.
 
         Args:
             seconds: not used, because the config has a deadline for each question.
@@ -124,8 +124,9 @@ class Judge(RewardRunner):
         texts = [as_text(completion) for completion in arguments["completions"]]
         shown = _shuffled(list(dict.fromkeys(texts)), as_text(arguments["prompts"][0]))
         own = [shown.index(text) for text in texts]  # the place of each completion
-        if len(shown) < 2:
-            return Results([None] * len(texts), {}, {"reply": [""] * len(texts), "number": [0] * len(texts)})
+        if len(shown) < 2 and self.config.judge_order:
+            middle = sum(self.config.judge_range) / 2  # the mean of any order
+            return Results([middle] * len(texts), {}, {"reply": [""] * len(texts), "number": [1] * len(texts)})
         listed = "\n".join(
             f'<completion number="{number}">\n{text}\n</completion>' for number, text in enumerate(shown, 1)
         )
@@ -502,7 +503,7 @@ class ScoreReader:
         spaced from `high`, for the best, to `low`.
 
         Args:
-            count: number of texts, at least 2.
+            count: number of texts, of an order at least 2.
             order: the list has their numbers, from 1, from the best to the worst.
         """
         found = self._values(reply)[-1:]

@@ -79,7 +79,8 @@ class PromptLimit:
         ):
             raise ConfigError(f"a prompt must be a string or a list of chat messages, this is {str(prompt)[:60]!r}")
         tokens = len((self.encode or self.chat.encode)(prompt))
-        return length_fault(self.config, tokens, self.max_new_tokens, field=self.field, additions=self.additions)
+        additions = " with its images" if getattr(prompt, "pictures", ()) else self.additions
+        return length_fault(self.config, tokens, self.max_new_tokens, field=self.field, additions=additions)
 
     def taken(self, starts: Sequence[Start], note: Note) -> list[Start]:
         """The held-out starts that fit; the others are refused or, if `drop` is set, left out.
