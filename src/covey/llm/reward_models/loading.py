@@ -295,7 +295,8 @@ def _packs(module: PreTrainedModel, trial: Trial, length: int) -> bool:
     batch = probe_batch(_ids(module, trial.ids), length).to(module.device)
     trial.restore_attention()
     plain = torch.cat([_plain(module, row_tokens(batch, row, column)) for row, column in batch.mask_BT.nonzero()])
-    module.set_attn_implementation(IMPLEMENTATION)
+    for part in (module, module.base_model):  # two configs in transformers before 5.18
+        part.set_attn_implementation(IMPLEMENTATION)
     read = hidden_states_for_actions(module.base_model, batch, packed=True)
     head = head_of(module)
     assert head is not None
