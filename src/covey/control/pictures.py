@@ -32,8 +32,8 @@ class Picture:
     """A picture as an environment gives it: (H, W), (H, W, C) or (C, H, W), or several of these, stacked.
 
     Args:
-        shape: of the array. The channels are beside two equal dimensions; without these they are the last one, unless
-            the first is the smaller one.
+        shape: of the array. Two equal neighbours are height and width; without them the channels are the last
+            dimension, unless the first is the smaller one.
         scale: factor of the numbers: 1/255 for bytes, 1 for booleans.
     """
 
