@@ -7,8 +7,8 @@ First: seconds of training until 20 greedy episodes have a mean return of 475, o
 update and the tests are nobody's time; `trial.py` is the test. The contestants take turns seed by seed, each in a
 process of its own, so that a slow minute of the machine hits all of them. Then: what a training step costs by the
 number of environments and of their steps, and how fast rollouts are collected. Last: environment steps a second of PPO
-training by kind of policy (plain, with action masks, with a memory, on pictures), beside stable-baselines3 and
-sb3-contrib with the same rollouts, passes, minibatches and layers, and one thread each. Results go to
+training by kind of policy (plain, with action masks, with a memory, on pictures), beside stable-baselines3,
+sb3-contrib and PufferLib with the same rollouts, passes, minibatches and layers, and one thread each. Results go to
 benchmarks/results/.
 
     .venv/bin/python benchmarks/bench.py control --contestants --rounds 0      the kinds of policies alone
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import RESULTS, peer_version, peers_python, run_contestant
+from peers import PUFFERLIB, RESULTS, peer_version, peers_python, puffer_python, run_contestant
 from rich.console import Console
 from rich.table import Table
 
@@ -47,8 +47,9 @@ TITLES = {
     "articles": "articles' own way",
 }
 
-# PPO's rollouts, passes and network, for both sides. `memory` is a GRU of covey and an LSTM of sb3-contrib. Pictures go
-# through NatureCNN and a layer of 512, which the actor and the critic of sb3 share; those of covey have a network each.
+# PPO's rollouts, passes and network, for all sides. `memory` is a GRU of covey and an LSTM of the others; PufferLib's
+# begins anew with every fragment and goes on across the ends of episodes. Pictures go through NatureCNN and a layer of
+# 512, which the actor and the critic of the others share; those of covey have a network each. PufferLib has no masks.
 SMALL = {
     "environments": 32,
     "steps": 64,
@@ -64,6 +65,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "memory": {**SMALL, "id": "CartPole-v1", "memory": 64},
     "pictures": {**SMALL, "id": "pixels:Pixels-v0", "environments": 8, "steps": 32, "epochs": 2, "hidden": [512]},
 }
+
+PEERS_OF_KINDS = {"sb3": "stable-baselines3, sb3-contrib", "puffer": "PufferLib"}
 
 Outcome = dict[str, Any]
 
@@ -112,7 +115,8 @@ def main(options: Sequence[str]) -> None:
         "by_size": sizes,
         "by_kind": kinds,
         "environment": environment(torch.device("cpu"), torch.float32) | {"gymnasium": version("gymnasium")},
-        "peers": {"stable-baselines3": peer_version("stable_baselines3"), "gymnasium": peer_version("gymnasium")},
+        "peers": {"stable-baselines3": peer_version("stable_baselines3"), "gymnasium": peer_version("gymnasium")}
+        | {"pufferlib": PUFFERLIB},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
     output = arguments.output or RESULTS / f"control-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}.json"
@@ -246,25 +250,28 @@ def measure_sizes(rounds: int, threads: int) -> dict[str, Any]:
 
 
 def measure_kinds(rounds: int) -> dict[str, Any]:
-    """Environment steps a second of training by kind of policy, covey and its peer in turn, and their ratios."""
-    rates: dict[str, dict[str, list[float]]] = {kind: {"covey": [], "peer": []} for kind in KINDS}
+    """Environment steps a second of training by kind of policy, covey and its peers in turn, and its ratios to them."""
+    sides = {
+        "covey": ("control_covey", sys.executable),
+        "sb3": ("control_sb3", peers_python()),
+        "puffer": ("control_puffer", puffer_python()),
+    }
+    rates: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
     for number in range(1, rounds + 1):
         print(f"kinds of policies, round {number} of {rounds} ...", flush=True)
         for kind, work in KINDS.items():
-            for side, script, python in (
-                ("covey", "control_covey", sys.executable),
-                ("peer", "control_sb3", peers_python()),
-            ):
+            for side, (script, python) in sides.items():
+                if side == "puffer" and work["masks"]:
+                    continue
                 found = run_contestant(script, python, {"measure": "kind", **work})
-                rates[kind][side].append(found["environment_steps"] / found["seconds"])
+                rates[kind].setdefault(side, []).append(found["environment_steps"] / found["seconds"])
     kinds = {}
     for kind, found in rates.items():
-        ratio = [a / b for a, b in zip(found["covey"], found["peer"], strict=True)]
-        kinds[kind] = {side: median(values) for side, values in found.items()} | {
-            "ratio": median(ratio),
-            "low": min(ratio),
-            "high": max(ratio),
-        }
+        kinds[kind] = {side: {"steps_per_second": median(values)} for side, values in found.items()}
+        for side in PEERS_OF_KINDS:
+            if side in found:
+                ratio = [a / b for a, b in zip(found["covey"], found[side], strict=True)]
+                kinds[kind][side] |= {"ratio": median(ratio), "low": min(ratio), "high": max(ratio)}
     return kinds
 
 
@@ -369,9 +376,15 @@ def show_sizes(console: Console, sizes: dict[str, Any]) -> None:
 def show_kinds(console: Console, kinds: dict[str, Any]) -> None:
     """Environment steps a second of training, by kind of policy."""
     table = Table(title="environment steps a second of PPO training by kind of policy")
-    for column in ("", "covey", "stable-baselines3, sb3-contrib", "ratio", "range"):
+    for column in ("", "covey", *(column for title in PEERS_OF_KINDS.values() for column in (title, "ratio"))):
         table.add_column(column, justify="right" if column else "left")
     for kind, row in kinds.items():
-        spread = f"{row['low']:.1f} to {row['high']:.1f}"
-        table.add_row(kind, f"{row['covey']:,.0f}", f"{row['peer']:,.0f}", f"{row['ratio']:.1f}", spread)
+        cells = [f"{row['covey']['steps_per_second']:,.0f}"]
+        for side in PEERS_OF_KINDS:
+            if found := row.get(side):
+                ratio = f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+                cells += [f"{found['steps_per_second']:,.0f}", ratio]
+            else:
+                cells += ["", ""]
+        table.add_row(kind, *cells)
     console.print(table)

@@ -10,20 +10,41 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PEERS_ENVIRONMENT = HERE.parent / ".peers-venv"
 LOCK = HERE / "peers.lock"
+PUFFER_LOCK = HERE / "puffer.lock"  # PufferLib needs an older Gymnasium and NumPy than the others
+PUFFERLIB = "3.0.0"
 RESULTS = HERE / "results"
 
 
 def peers_python() -> str:
     """The interpreter of the peers' environment, made from benchmarks/peers.lock when that is new or has changed."""
-    python = PEERS_ENVIRONMENT / "bin" / "python"
-    installed = PEERS_ENVIRONMENT / "installed"  # a copy of the lock file
-    if not installed.exists() or installed.read_text() != LOCK.read_text():
-        print("creating the environment of the peers (some minutes, once) ...", flush=True)
+    return _python_of(PEERS_ENVIRONMENT, LOCK)
+
+
+def puffer_python() -> str:
+    """The interpreter of PufferLib's environment.
+
+    PufferLib is compiled without its own environments, whose libraries come from no package registry, and without CUDA.
+    """
+    return _python_of(PEERS_ENVIRONMENT / "puffer", PUFFER_LOCK, f"pufferlib=={PUFFERLIB}")
+
+
+def _python_of(folder: Path, lock: Path, compiled: str = "") -> str:
+    python = folder / "bin" / "python"
+    installed = folder / "installed"  # a copy of the lock file
+    if not installed.exists() or installed.read_text() != lock.read_text():
+        print(f"creating the environment of {lock.name} (some minutes, once) ...", flush=True)
         if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(PEERS_ENVIRONMENT)], check=True)
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
-        subprocess.run([*pip, "-r", str(LOCK)], check=True)
-        installed.write_text(LOCK.read_text())
+        subprocess.run([*pip, "-r", str(lock)], check=True)
+        if compiled:
+            # Without its environments, the setup.py of 3.0.0 reads a name that it has not set.
+            mended = next(folder.glob("lib/python*/site-packages")) / "mended.pth"
+            mended.write_text("import builtins; builtins.c_extension_paths = []\n")
+            variables = os.environ | {"NO_OCEAN": "1", "PATH": "/usr/bin:/bin"}  # where no nvcc is
+            subprocess.run([*pip, "--no-deps", "--no-build-isolation", compiled], check=True, env=variables)
+            mended.unlink()
+        installed.write_text(lock.read_text())
     return str(python)
 
 

@@ -27,6 +27,8 @@ from helpers import toy_envs
         ((3, 5, 7), (3, 5, 7)),
         ((4, 5, 7, 3), (12, 5, 7)),
         ((4, 3, 5, 7), (12, 5, 7)),
+        ((5, 5, 8), (8, 5, 5)),
+        ((8, 5, 5), (8, 5, 5)),
     ],
 )
 def test_channels_are_found_and_bytes_become_fractions(shape: Any, planes: Any) -> None:
@@ -36,7 +38,7 @@ def test_channels_are_found_and_bytes_become_fractions(shape: Any, planes: Any) 
     found = picture.planes(torch.from_numpy(array.reshape(1, -1)))
     assert found.shape == (1, *planes)
     whole = array.reshape(shape if len(shape) > 2 else (*shape, 1))
-    if whole.shape[-3] >= whole.shape[-1]:
+    if whole.shape[-3:-1] == planes[1:]:
         whole = np.moveaxis(whole, -1, -3)
     np.testing.assert_allclose(found[0], whole.reshape(planes) / 255, rtol=1e-6)
 

@@ -91,7 +91,7 @@ def tiny_gguf(file: Path, *, seed: int = 0, without: str = "") -> Path:
 
     random = np.random.default_rng(seed)
     # As in byte-level vocabularies: 'Ġ' is a space, 'Ċ' a line end.
-    tokens = ["<pad>", "<end>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in CHARACTERS), "12"]
+    tokens = ["<pad>", "<end>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in CHARACTERS), "12", "34"]
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(32)
@@ -105,8 +105,8 @@ def tiny_gguf(file: Path, *, seed: int = 0, without: str = "") -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, *[1] * (len(CHARACTERS) + 1)])
-    writer.add_token_merges(["1 2"])
+    writer.add_token_types([3, 3, *[1] * (len(CHARACTERS) + 2)])
+    writer.add_token_merges(["1 2", "3 4"])  # transformers before 5.18 takes a single one apart
     writer.add_eos_token_id(1)
     writer.add_bos_token_id(1)
     writer.add_pad_token_id(0)

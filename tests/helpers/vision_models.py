@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from helpers.tiny_models import tiny_tokenizer
 
@@ -91,6 +95,8 @@ def vision_folder(folder: Path, kind: str, *, seed: int = 0, words: Sequence[str
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"image_processor_type": of_kind[0], "processor_class": of_kind[1]} | of_images)
     )
+    if kind == "idefics3" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers before 5.18 reads images of Idefics3 by torchvision alone")
     AutoImageProcessor.from_pretrained(folder, backend="pil").save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": of_kind[1]} | of_processor))
     placeholder = "image_token_index" if kind in ("gemma3", "llava") else "image_token_id"

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from covey.config import ConfigError
+from covey.config.model_sources import best_step
 from covey.runtime.checkpoint import CheckpointFolder
 from covey.tracking.run_folder import FolderLock
 from covey.tracking.run_overview import (
@@ -149,6 +150,19 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
     prune(plan)
     assert names(run) == ["best.json", "step-00000002", "step-00000004"]
     assert plan_pruning(run) is None
+
+
+def test_the_best_checkpoint_with_which_a_run_goes_on_stays(tmp_path: Path) -> None:
+    """The evaluation after the last step was the best, and is none of a longer run."""
+    run = language_run(tmp_path / "run", checkpoints=(1, 2, 3))
+    checkpoints = CheckpointFolder(run / "checkpoints", keep=4, keep_best=True)
+    checkpoints.save(4, {"progress": {"step": 4, "best_step": 2}}, 2)
+    checkpoints.name_best(4)
+    plan = planned(run)
+    assert plan.kept == ("step-00000002 (best if the run goes on)", "step-00000004 (newest and best)")
+    prune(plan)
+    checkpoints.tidy(4, 2)  # as a run that goes on
+    assert best_step(run) == 2
 
 
 def test_more_of_the_newest_stay_on_request(tmp_path: Path) -> None:

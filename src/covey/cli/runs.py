@@ -22,7 +22,7 @@ A run is running while a process writes to it; finished; stopped (by Ctrl-C, or 
 an error): both go on with covey train --resume RUN. The result is the held-out score before -> after training, with its
 95 % interval; before the end of a run it is the last evaluation so far. Sizes are those of all files of a run."""
 PRUNE_EPILOG = """\
-The newest complete checkpoint of a run stays, for --resume and RUN, and its best one, for RUN@best. Runs that are not
+The newest complete checkpoint of a run stays, for --resume and RUN, and its best ones, for RUN@best. Runs that are not
 finished keep everything. Without --yes nothing is removed. model/, the records and the pictures always stay."""
 EXPORT_EPILOG = """\
 A row is a rollout (with --held-out: an answer to a held-out problem), a column a key of its record. Data columns are

@@ -32,7 +32,8 @@ class Picture:
     """A picture as an environment gives it: (H, W), (H, W, C) or (C, H, W), or several of these, stacked.
 
     Args:
-        shape: of the array. The channels are its last dimension, unless the first is the smaller one.
+        shape: of the array. Two equal neighbours are height and width; without them the channels are the last
+            dimension, unless the first is the smaller one.
         scale: factor of the numbers: 1/255 for bytes, 1 for booleans.
     """
 
@@ -49,9 +50,9 @@ class Picture:
     def planes(self, row_ND: Tensor) -> Tensor:
         """Flattened pictures of any dtype -> float32 [N, C, H, W]."""
         shape = self.shape if len(self.shape) > 2 else (*self.shape, 1)
-        *stacked, first, _, last = shape
+        *stacked, first, middle, last = shape
         picture = row_ND.reshape(len(row_ND), *(stacked or (1,)), *shape[-3:])
-        if first >= last:
+        if first == middle or (middle != last and first >= last):
             picture = picture.permute(0, 1, 4, 2, 3)
         return picture.flatten(1, 2).float() * self.scale
 

@@ -116,11 +116,7 @@ class ControlPolicy:
         `all_logprobs_BTV` has the log-probabilities of all actions of a discrete policy.
         """
         row_NW, place_N = self._observations(batch)
-        output = (
-            self._of_sequences(batch, place_N)
-            if self.memory
-            else self.module.network(row_NW[:, : self.observation_size])
-        )
+        output = self._of_sequences(batch) if self.memory else self.module.network(row_NW[:, : self.observation_size])
         if self.masked:
             output = torch.where(row_NW[:, self._allowed] > 0, output, _FORBIDDEN)
         mask_BT = batch.mask_BT
@@ -193,15 +189,13 @@ class ControlPolicy:
         answer: NDArray[np.float32] = output_NO.numpy()
         return answer
 
-    def _of_sequences(self, batch: Batch, place_N: Tensor) -> Tensor:
+    def _of_sequences(self, batch: Batch) -> Tensor:
         """The network's output at the decisions, [N, O]: each row is one sequence, from its first observation on."""
         rows = [torch.from_numpy(np.asarray(row[: batch.mask_BT.shape[1]])) for row in batch.context]
         row_BTW = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         x_MD = torch.from_numpy(self._observations.features(row_BTW.flatten(0, 1).numpy()))
         x_BTD = x_MD.unflatten(0, row_BTW.shape[:2])
-        output_BTO = self._remembering.sequences(x_BTD, row_BTW[:, 0, -self.memory :])
-        row_N, column_N = place_N // batch.mask_BT.shape[1], place_N % batch.mask_BT.shape[1]
-        return output_BTO[row_N, column_N]
+        return self._remembering.sequences(x_BTD, row_BTW[:, 0, -self.memory :], batch.mask_BT)
 
     @property
     def _remembering(self) -> MemoryNetwork:

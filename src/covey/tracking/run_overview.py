@@ -282,11 +282,13 @@ def plan_pruning(run_dir: Path, keep: int = 1) -> Pruning | None:
     complete = [step for step in checkpoint_steps(run_dir) if _is_complete(folder / _name(step))]
     if not complete:  # nothing but damaged ones, which may be all that is left of the run
         return None
-    best = _best_step(folder)
     newest = complete[-keep:]
-    why = {_name(step): "newest" for step in newest} | ({_name(best): "best"} if best else {})
-    if best in newest:
-        why[_name(best)] = "newest and best"
+    why = {_name(step): "newest" for step in newest}
+    if best := _step_in(folder, BEST_FILE, "step"):
+        # The evaluation after the last step may be the best one; a run that goes on forgets it.
+        if between := _step_in(folder / _name(newest[-1]), "state.json", "progress", "best_step"):
+            why.setdefault(_name(between), "best if the run goes on")
+        why[_name(best)] = "newest and best" if best in newest else "best"
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     removed = [name for name in names if name not in why and _is_removable(folder / name)]
     if not removed:
@@ -319,9 +321,12 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _best_step(folder: Path) -> int:
+def _step_in(folder: Path, file: str, *keys: str) -> int:
+    """The step under these keys of a JSON file; 0 if it has none."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        step = json.loads(read_below(folder, BEST_FILE))["step"]
+        step = json.loads(read_below(folder, file))
+        for key in keys:
+            step = step[key]
         return step if type(step) is int else 0
     return 0
 

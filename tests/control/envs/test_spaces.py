@@ -128,6 +128,8 @@ def test_a_saved_policy_is_the_same(tmp_path):
         (spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]), [[0, 2], [4, 6]]),
         (spaces.MultiBinary(4), [0, 1, 1, 1]),
         (spaces.MultiBinary((2, 2)), [[0, 1], [1, 1]]),
+        (spaces.Box(-0.1, 0.1, (2, 2), np.float64), [[-0.1, 0.0], [0.0, 0.1]]),
+        (spaces.Box(-0.1, 0.1, (2, 2), np.float16), [[-np.float16(0.1), 0.0], [0.0, np.float16(0.1)]]),
     ],
     ids=str,
 )
@@ -143,8 +145,8 @@ def test_actions_reach_the_environment_in_its_own_shape(space, sent, monkeypatch
     monkeypatch.setattr(Locks, "step", step)
     environments = make_environments(EnvironmentConfig(id=NAME, vectorization="sync"), 1)
     environments.reset([0])
-    actions = np.array([[0, 1, 2, 3]]) if isinstance(space, spaces.MultiDiscrete) else np.array([[0, 1, 1, 1]])
-    environments.step(actions)
+    numbers: Any = {spaces.MultiDiscrete: [0, 1, 2, 3], spaces.Box: np.float32([-9, 0, 0, 9])}
+    environments.step(np.array([numbers.get(type(space), [0, 1, 1, 1])]))
     assert taken == [sent]
 
 

@@ -359,6 +359,31 @@ def test_an_environment_with_only_a_vector_class_is_played_by_vectors_of_one():
     assert environments.reset_slots(np.array([1]), [5])[0, 0] == 50
 
 
+@pytest.mark.parametrize(("limit", "ends"), [(0, 2), (1, 1), (3, 3)])
+@pytest.mark.parametrize("obeys", [False, True])
+def test_the_time_limit_of_a_vector_class_is_the_registered_one_or_that_of_the_config(
+    obeys: bool, limit: int, ends: int
+) -> None:
+    class Limited(SameStep):
+        def __init__(self, num_envs: int, max_episode_steps: int) -> None:
+            super().__init__(num_envs)
+            self.limit = max_episode_steps
+
+        def step(self, actions: Any) -> Any:
+            seen, rewards, over, cut, infos = super().step(actions)
+            return seen, rewards, over & False, cut | (obeys and self.made >= self.limit), infos
+
+    gym.register("covey-tests/Limited-v0", vector_entry_point=Limited, max_episode_steps=2)
+    try:
+        config = EnvironmentConfig("covey-tests/Limited-v0", vectorization="sync", max_episode_steps=limit)
+        environments = make_environments(config, 1)
+    finally:
+        gym.registry.pop("covey-tests/Limited-v0")
+    environments.reset([1])
+    cut = [bool(environments.step(np.array([[1, 2]])).truncated_N[0]) for _ in range(ends)]
+    assert cut == [False] * (ends - 1) + [True]
+
+
 def test_gymnasiums_own_vector_class_is_stepped_as_it_is():
     environments = make_environments(EnvironmentConfig("covey-tests/OnlyVector-v0", max_episode_steps=9), 2)
     theirs = gym.make_vec("covey-tests/OnlyVector-v0", 1, "vector_entry_point")

@@ -9,8 +9,10 @@ from enum import Enum
 from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from transformers.utils import get_json_schema
 
 from covey.config import ConfigError
@@ -205,6 +207,8 @@ def test_classes_with_fields_are_objects() -> None:
 @pytest.mark.parametrize("name", [tool.name for tool in TOOLS if tool.name != "send"])
 def test_schemas_are_those_of_transformers(name: str) -> None:
     [tool] = [tool for tool in TOOLS if tool.name == name]
+    if name == "either" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers before 5.18 joins the types of a list and of a number")
     assert tool.schema == get_json_schema(getattr(Shop, name))
 
 

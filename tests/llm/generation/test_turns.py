@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey.data import EndReason
@@ -381,6 +382,8 @@ def test_a_turn_is_limited_by_the_models_positions_and_a_conversation_without_ro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
     """Products of few rows with wide matrices are computed in another order, in the layers of every other decoder."""
+    if dtype is torch.float32 and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("oneDNN 3.10 of torch 2.11 computes 16 rows in another order than 15")
     config = AutoConfig.for_model(
         "llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=90,

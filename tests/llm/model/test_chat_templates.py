@@ -53,7 +53,6 @@ REFUSED = {
     "alternates": (ALTERNATING, "refuses the messages: roles must alternate"),
     "class": ("{{ ''.__class__.__mro__ }}", "touches what it may not: access to attribute '__class__'"),
     "globals": ("{{ self.__init__.__globals__ }}", "touches what it may not"),
-    "namespace": ("{{ namespace(__class__=1) }}", "touches what it may not"),
     "open": ("{{ open('/etc/passwd').read() }}", "asks for what there is not: 'open' is undefined"),
     "import": ("{% import 'os' as os %}", "fails: TypeError"),
     "undefined": ("{{ tools[0].name }}", "asks for what there is not"),

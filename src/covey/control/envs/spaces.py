@@ -62,7 +62,7 @@ class SpaceAdapter:
         self.actions: ActionSpace = actions_of(action_space, where)
         self._first: Any = getattr(action_space, "start", 0)
         self._shape: tuple[int, ...] = action_space.shape or ()
-        self._dtype = action_space.dtype
+        self._acted: Any = action_space
 
     def flatten(self, observations: Any) -> NDArray[np.float32]:
         """A vector environment's batch of observations -> [N, D], or [N, D + V] with masks."""
@@ -117,9 +117,11 @@ class SpaceAdapter:
         if isinstance(self.actions, Discrete):
             return actions + int(self._first) if self._first else actions
         if isinstance(self.actions, MultiDiscrete):
-            return (actions.reshape(len(actions), *self._shape) + self._first).astype(self._dtype, copy=False)
-        clipped = np.clip(actions, self.actions.low_A, self.actions.high_A)
-        return clipped.astype(self._dtype, copy=False).reshape(len(actions), *self._shape)
+            return (actions.reshape(len(actions), *self._shape) + self._first).astype(self._acted.dtype, copy=False)
+        # In the numbers of the space: a bound of 0.1 in float64 is another number in float32.
+        numbers = actions.reshape(len(actions), *self._shape).astype(self._acted.dtype, copy=False)
+        clipped: NDArray[Any] = np.clip(numbers, self._acted.low, self._acted.high)
+        return clipped
 
 
 def _is_numeric(space: Space) -> bool:

@@ -375,8 +375,11 @@ class _Maker:
         limit = config.max_episode_steps or None
         env: gym.Env
         if self.spec.entry_point is None:
+            registered = self.spec.max_episode_steps  # which Gymnasium hands to the class
+            if limit and registered:
+                options["max_episode_steps"] = limit
             env = VectorOfOne(gym.make_vec(self.spec, 1, "vector_entry_point", **options))
-            if limit is not None:
+            if limit := limit or registered:
                 env = gym.wrappers.TimeLimit(env, limit)
         else:  # `ActionRepeat` checks more than Gymnasium's checker
             env = gym.make(self.spec, max_episode_steps=limit, disable_env_checker=True, **options)

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -34,6 +33,9 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+# transformers before 5.18 gives a placeholder for this name if torchvision is not installed.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -404,7 +406,9 @@ def read_processor(folder: Path, kind: str, tokenizer: Any) -> Any:
             return [parts.get(name) for name in cls.get_attributes()]
 
     ImagesOnly.__name__ = base.__name__  # in messages
-    with reading(f"model {folder}: its processor of images cannot be loaded", "copy its files again"):
+    with reading(
+        f"model {folder}: its processor of images cannot be loaded", "copy its files again, or update transformers"
+    ):
         return ImagesOnly.from_pretrained(str(folder), **SAFELY)
 
 

@@ -144,6 +144,14 @@ def _read_model(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
         loaded, info = read
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **SAFELY)
+        reader = GGUFReader(file)
+        for token, key in (
+            ("bos_token", "bos_token_id"),
+            ("eos_token", "eos_token_id"),
+            ("pad_token", "padding_token_id"),
+        ):
+            if field := reader.get_field(f"tokenizer.ggml.{key}"):  # transformers before 5.18 mistakes bos for eos
+                setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(int(field.contents())))
         missing = sorted(info["missing_keys"]) + sorted(entry[0] for entry in info["mismatched_keys"])
         if missing:
             raise ConfigError(f"model {file}: {len(missing)} weights are missing from the GGUF file ({missing[0]})")

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -296,6 +296,7 @@ def _packs(module: PreTrainedModel, trial: Trial, length: int) -> bool:
     trial.restore_attention()
     plain = torch.cat([_plain(module, row_tokens(batch, row, column)) for row, column in batch.mask_BT.nonzero()])
     module.set_attn_implementation(IMPLEMENTATION)
+    cast(Any, module.base_model).set_attn_implementation(IMPLEMENTATION)  # has its own config before transformers 5.18
     read = hidden_states_for_actions(module.base_model, batch, packed=True)
     head = head_of(module)
     assert head is not None
