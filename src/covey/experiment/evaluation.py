@@ -319,9 +319,7 @@ def sample_model(
     example: ImagePrompt | None = None
     described = find_chat(config.model)
     if images:
-        asked = example = row_of(
-            "--image", {"prompt": asked, "images": [str(path.absolute()) for path in images]}
-        ).prompt
+        asked = example = row_of("--image", {"prompt": asked, "images": [*map(str, images)]}, Path.cwd()).prompt
     elif described is not None and family_of({"model_type": described[1].model_type}) is IMAGES:
         asked = example = ImagePrompt(asked)
     loaded = load_policy(config, build_machine("auto", config.precision, 0), example)
