@@ -72,6 +72,15 @@ def test_ranks_on_cpus_share_the_machine_s_memory(
     assert "computing" not in text
 
 
+def test_apple_s_gpu_has_its_name_and_no_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert "in fp32 on mps, in GiB" in report(capsys, MODEL, "--device", "mps")
+    assert main(["plan", MODEL, "--ranks", "4", "--device", "mps", "--device-memory", "16GB"]) == 2
+    assert "device is mps, which several ranks cannot use: plan with" in capsys.readouterr().err
+
+
 def test_links_scale_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (
         float(

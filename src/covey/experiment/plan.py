@@ -70,11 +70,12 @@ class Column:
 class Place:
     """Device that a run would use."""
 
-    device: str
+    device: str  # `device_kind`
     dtype: torch.dtype
     memory: int | None  # bytes; None if this machine has no such device
     has_kernels: bool = True  # for the models that covey's kernels support
     card: str = ""  # the name of a GPU that is planned for; empty: the device of this machine
+    name: str = ""  # of the device in the report; empty: its kind
 
     @classmethod
     def of(cls, config: RunConfig) -> Place:
@@ -83,8 +84,8 @@ class Place:
             dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
             return cls("cuda", dtype, None, may_have_kernels("cuda"))
         device = choose_device(config.device)
-        kernels = may_have_kernels(device.type)
-        return cls(device_kind(device), choose_precision(config.precision, device), total_memory_bytes(device), kernels)
+        dtype, kernels = choose_precision(config.precision, device), may_have_kernels(device.type)
+        return cls(device_kind(device), dtype, total_memory_bytes(device), kernels, name=device.type)
 
     @classmethod
     def of_cluster(cls, config: RunConfig, memory: int) -> Place:
@@ -145,7 +146,7 @@ def plan_memory(
     sampling = first.sampling
     title = [
         f"Predicted memory of {model} ({size.parameters / 1e6:,.1f} million weights) in {place.precision} on "
-        f"{place.device}, in GiB",
+        f"{place.name or place.device}, in GiB",
         f"{plural(sampling.prompts_per_step, 'prompt')} x {plural(sampling.group_size, 'completion')} a step, "
         f"{prompt_tokens} + {plural(first.rollout_limit, 'token')}, at most "
         f"{plural(first.update.microbatch_tokens, 'token')} in a microbatch",

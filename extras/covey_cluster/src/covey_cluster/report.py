@@ -104,6 +104,8 @@ def check_planned_ranks(ranks: int, config: RunConfig) -> None:
     if ranks & (ranks - 1):
         below = 1 << (ranks.bit_length() - 1)
         raise ConfigError(f"--ranks must be a power of two, got {ranks}: give {below} or {2 * below}")
+    if config.device == "mps" and ranks > 1:
+        raise ConfigError("device is mps, which several ranks cannot use: plan with --device cuda or cpu")
     shards = config.cluster.shards or ranks
     if shards % ranks:
         raise ConfigError(
