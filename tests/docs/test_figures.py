@@ -51,12 +51,20 @@ def memory(case: dict[str, Any], other: dict[str, Any]) -> list[float]:
     return [number for one in (case, other) for number in (one["measured_bytes"] / 2**30, one["ratio"])]
 
 
+def rates(kind: str) -> list[float]:
+    """Environment steps a second of covey, then those of each peer with covey's ratio to it."""
+    covey, *peers = KINDS[kind].values()
+    keys = ("steps_per_second", "ratio", "low", "high")
+    return [covey["steps_per_second"], *(one[key] for one in peers for key in keys)]
+
+
 SPREAD = "# (# to #)"
 GIB = 2**30
 STEP, TRL_MEMORY = "step_ratio_vs_trl", medians("trl", "peak_memory_bytes", unit=GIB)
 TO_475 = {name: one["median_seconds"] for name, one in CONTROL["seconds_to_475"].items()}
 CURVES = results("curves-cpu-intel-2026-11-21")["curves"]
 MEMORY = results("memory-cpu-2026-11-21")["cases"]
+KINDS = results("control-kinds-cpu-2026-11-29")["by_kind"]
 LARGE = [case for day in ("25", "26") for case in results(f"memory-large-cpu-2026-11-{day}")["cases"]]
 # What a page says, with # in the places of numbers, and these; ? is any text of a cell, ~ one in brackets or none.
 FIGURES: list[tuple[str, Sequence[float]]] = [
@@ -76,6 +84,10 @@ FIGURES: list[tuple[str, Sequence[float]]] = [
     (f"stable-baselines3 PPO, tuned | # | # to # | # | {SPREAD} | {SPREAD} |", control("sb3_tuned")),
     (f"stable-baselines3 PPO, defaults | # | # to # | # | {SPREAD} | {SPREAD} |", control("sb3_default")),
     (f"the articles' way, as they write it | # | # to # | # | {SPREAD} | {SPREAD} |", control("articles")),
+    (f"| plain: CartPole-v1 | # | # | {SPREAD} | # | {SPREAD} |", rates("plain")),
+    (f"| action masks: Taxi-v4 | # | # | {SPREAD} |", rates("action masks")),
+    (f"| memory (GRU, LSTM of 64): CartPole-v1 | # | # | {SPREAD} | # | {SPREAD} |", rates("memory")),
+    (f"| NatureCNN: pictures that cost nothing | # | # | {SPREAD} | # | {SPREAD} |", rates("pictures")),
     *(
         (f"| {grpo['case']['name']}~ | ? | # | # | # | # |", memory(grpo, ppo))
         for grpo, ppo in zip(MEMORY[::2], MEMORY[1::2], strict=True)
