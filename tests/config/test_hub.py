@@ -119,8 +119,14 @@ def test_without_the_hub_what_was_downloaded_serves_and_the_rest_is_one_line(
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (replace(SUMS, path="hub:someone/none"), "'someone/none' is not a data set of the hub .*: check its name, or hf auth login"),
-        (replace(SUMS, path="hub:someone/text"), "'someone/text' has no Parquet files, .*: hf download someone/text --repo-type dataset"),
+        (
+            replace(SUMS, path="hub:someone/none"),
+            "'someone/none' is not a data set of the hub .*: check its name, or hf auth login",
+        ),
+        (
+            replace(SUMS, path="hub:someone/text"),
+            "'someone/text' has no Parquet files, .*: hf download someone/text --repo-type dataset",
+        ),
         (replace(SUMS, split="validation"), "has no split 'validation': it has test, train"),
         (replace(SUMS, subset="easy"), "has no subset 'easy': set task.subset to one of default, hard"),
         (

@@ -50,8 +50,8 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
 
 
 def keep_hub_data(config: RunConfig | ControlConfig, checksums: Mapping[str, str]) -> None:
-    """Let a resumed run read the data of the hub that it began with, though the hub has newer ones, if they are still on
-    this machine.
+    """Let a resumed run read the data of the hub that it began with, if they are on this machine, though the hub has
+    newer ones.
 
     Args:
         checksums: `input_checksums` of its beginning.
