@@ -11,10 +11,10 @@ from pyarrow import parquet
 
 from covey.cli.main import main
 from covey.config import ConfigError, DatasetConfig, RunConfig, hub
-from covey.config.inputs import input_checksums
+from covey.config.inputs import input_checksums, keep_hub_data
 from covey.config.rules import refuse
 from covey.llm.data.rows import read_data
-from helpers.fake_hub import FakeHub, fake_hub
+from helpers.fake_hub import FakeHub, fake_hub, version_of
 from helpers.tiny_models import tiny_folder
 
 SUMS = DatasetConfig(path="hub:someone/sums", columns=("answer = solution",))
@@ -50,10 +50,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fak
         "datasets/someone/own": {"main": own},
         "datasets/someone/text": {"main": tmp_path / "none"},
     }
-    hub.hub_files.cache_clear()
+    hub.newest_files.cache_clear()
     with fake_hub(repositories, tmp_path / "cache", monkeypatch) as made:
         yield made
-    hub.hub_files.cache_clear()
+    hub.newest_files.cache_clear()
 
 
 def questions(config: DatasetConfig) -> tuple[list[str], list[str]]:
@@ -67,7 +67,7 @@ def test_a_split_is_downloaded_once_with_all_its_files_and_no_others(server: typ
     assert [one.rpartition(" ")[2] for one in held_out] == ["6?", "7?"]
     assert read_data(replace(SUMS, held_out_split="test")).training[4].columns == {"answer": "5"}
     assert not list((tmp_path / "cache").rglob("hard"))
-    hub.hub_files.cache_clear()
+    hub.newest_files.cache_clear()
     server.asked.clear()
     questions(replace(SUMS, held_out_split="test"))
     assert not [path for path in server.asked if "/resolve/" in path]
@@ -82,12 +82,28 @@ def test_a_subset_and_a_repository_s_own_files(server: type[FakeHub]) -> None:
     assert len(training + held_out) == 4
 
 
+def test_a_resumed_run_reads_the_version_that_it_began_with(
+    server: type[FakeHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, began = RunConfig(task=SUMS), questions(SUMS)
+    checksums = input_checksums(config, own_task=False, own_rewards=False)
+    write(tmp_path / "converted", {"default/train/0000.parquet": 4})
+    monkeypatch.setattr("helpers.fake_hub.version_of", lambda branch: version_of(branch)[::-1])
+    hub.newest_files.cache_clear()
+    assert questions(SUMS) != began
+    keep_hub_data(config, checksums)
+    assert questions(SUMS) == began
+    assert input_checksums(config, own_task=False, own_rewards=False) == checksums
+    keep_hub_data(config, checksums | {f"{SUMS.sources[0]} 0002.parquet": "0"})
+    assert questions(SUMS) != began, "a part of a version is none"
+
+
 @pytest.mark.parametrize("why", ["HF_HUB_OFFLINE is set", "it did not answer within 0.5 s"])
 def test_without_the_hub_what_was_downloaded_serves_and_the_rest_is_one_line(
     server: type[FakeHub], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     questions(SUMS)
-    hub.hub_files.cache_clear()
+    hub.newest_files.cache_clear()
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.5)
     server.silent = True
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", why.startswith("HF"))
@@ -103,8 +119,14 @@ def test_without_the_hub_what_was_downloaded_serves_and_the_rest_is_one_line(
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (replace(SUMS, path="hub:someone/none"), "data set 'someone/none' is not a data set of the hub"),
-        (replace(SUMS, path="hub:someone/text"), "data set 'someone/text' has no Parquet files"),
+        (
+            replace(SUMS, path="hub:someone/none"),
+            "'someone/none' is not a data set of the hub .*: check its name, or hf auth login",
+        ),
+        (
+            replace(SUMS, path="hub:someone/text"),
+            "'someone/text' has no Parquet files, .*: hf download someone/text --repo-type dataset",
+        ),
         (replace(SUMS, split="validation"), "has no split 'validation': it has test, train"),
         (replace(SUMS, subset="easy"), "has no subset 'easy': set task.subset to one of default, hard"),
         (
@@ -147,6 +169,8 @@ def test_an_export_is_pushed_to_a_private_model_with_the_token(
     assert main(words) == 2
     assert "--push needs an access token of the hub: hf auth login, or set HF_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert main([*words[:4], "tiny"]) == 2
+    assert "--push 'tiny' is not a name of the hub: write it as USER/MODEL" in capsys.readouterr().err
     assert main([*words[:4], "other/tiny"]) == 2
     refused = capsys.readouterr().err
     assert "cannot be written (HTTP status 403): the access token may not write there" in refused

@@ -67,9 +67,9 @@ class FakeHub(BaseHTTPRequestHandler):
             )
         elif kind == "resolve":
             prefix = branch if rest.startswith(branch) else version_of(branch)
-            number = names.index(rest.removeprefix(f"{prefix}/"))
-            headers = {"ETag": f'"{number:040d}"', "X-Repo-Commit": version_of(branch)}
-            self.reply(200, files[number].read_bytes(), **headers)
+            content = files[names.index(rest.removeprefix(f"{prefix}/"))].read_bytes()
+            headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": version_of(branch)}
+            self.reply(200, content, **headers)
         else:
             model = name.removeprefix("models/").removeprefix("datasets/")
             listed = [{"rfilename": one} for one in names]

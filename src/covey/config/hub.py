@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -61,7 +62,7 @@ def ask(question: Callable[[], Answer], what: str, *, missing: str, page: str) -
             f"{what} asks for its licence to be accepted: do so on {constants.ENDPOINT}/{page}, then hf auth login"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(f"{what} is {missing} (or it is private): check its name") from error
+        raise ConfigError(f"{what} is {missing} (or it is private): check its name, or hf auth login") from error
     except Exception as error:  # any of the layers below: names, sockets, TLS, proxies, HTTP
         failure = type(error).__name__
         if "Timeout" in failure:
@@ -105,7 +106,7 @@ def new_repository(name: str, *, public: bool) -> None:
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    if not HUB_NAME.fullmatch(name):
+    if "/" not in name or not HUB_NAME.fullmatch(name):
         raise ConfigError(f"--push {name!r:.80} is not a name of the hub: write it as USER/MODEL")
     if not get_token():
         raise ConfigError("--push needs an access token of the hub: hf auth login, or set HF_TOKEN")
@@ -178,15 +179,24 @@ class HubData(NamedTuple):
             )
 
 
-@cache  # the data are read before torch is loaded, and again by the task
+KEPT: dict[HubData, tuple[Path, ...]] = {}  # the files that a resumed run began with
+
+
 def hub_files(data: HubData) -> tuple[Path, ...]:
-    """The Parquet files of a data set on this machine, downloaded if they are not there or the hub has newer ones.
+    """The Parquet files of a data set on this machine: those of KEPT, else downloaded if they are not there or the hub
+    has newer ones.
 
     The hub's conversion is read, else the repository's own files.
 
     Raises:
         ConfigError: if the hub has no such data set, subset or split, or cannot be asked and nothing was downloaded.
     """
+    return KEPT.get(data) or newest_files(data)
+
+
+@cache  # the data are read before torch is loaded, and again by the task
+def newest_files(data: HubData) -> tuple[Path, ...]:
+    """As `hub_files`, without KEPT."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -215,30 +225,40 @@ def hub_files(data: HubData) -> tuple[Path, ...]:
                 ) from error
             return tuple(folder / file for file in chosen)
     raise ConfigError(
-        f"{what} has no Parquet files, and the hub has not converted it: download it, write it as JSONL, and name it"
+        f"{what} has no Parquet files, and the hub has not converted it: hf download {name} --repo-type dataset "
+        "--local-dir FOLDER, then name a file in JSONL"
     )
 
 
 def _downloaded(data: HubData, failure: str) -> tuple[Path, ...]:
-    """The files that were downloaded before. Raises ConfigError if there are none."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=data.repository, repo_type="dataset")
+    """The files that were downloaded last. Raises ConfigError if there are none."""
     for revision in (CONVERTED, "main"):
         try:
-            folder = kept / "snapshots" / (kept / "refs" / revision).read_text().strip()
+            commit = (_cache_of(data) / "refs" / revision).read_text().strip()
         except OSError:
             continue
-        tables = _tables((file.relative_to(folder).as_posix() for file in folder.rglob("*.parquet")), revision)
-        try:
-            return tuple(folder / file for file in _choose(tables, data))
-        except ConfigError:
-            continue
+        for files in versions(data, commit):
+            return files
     raise ConfigError(
         f"data set {data.repository!r} ({data.subset or 'default'}, {data.split}) is not on this machine, and the hub "
         f"cannot be asked ({failure}): name a file, or download it where there is a network and copy the cache here"
     )
+
+
+def versions(data: HubData, commit: str = "*") -> Iterator[tuple[Path, ...]]:
+    """The files of each version of a data set that is on this machine, or of one commit."""
+    for folder in sorted((_cache_of(data) / "snapshots").glob(commit)):
+        found = [file.relative_to(folder).as_posix() for file in folder.rglob("*.parquet")]
+        for revision in (CONVERTED, "main"):
+            with suppress(ConfigError):
+                yield tuple(folder / file for file in _choose(_tables(found, revision), data))
+
+
+def _cache_of(data: HubData) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=data.repository, repo_type="dataset")
 
 
 def _tables(files: Iterable[str], revision: str) -> dict[tuple[str, str], list[str]]:

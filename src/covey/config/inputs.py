@@ -1,13 +1,13 @@
 """What a run reads and runs: its data, functions, judge prompts, reward models, teacher and adapters."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from covey.config.control import ControlConfig
 from covey.config.conversation import BUILT_IN_ENVIRONMENTS
 from covey.config.files import faults_of, user_path
-from covey.config.hub import HubData
+from covey.config.hub import KEPT, HubData, versions
 from covey.config.llm import RunConfig
 from covey.config.model_sources import adapter_files, locate_model
 from covey.config.named_modules import data_files, find_module, place_of
@@ -47,6 +47,24 @@ def input_checksums(config: RunConfig | ControlConfig, *, own_task: bool, own_re
     names += adapter_files(config.lora.adapter) if config.lora.adapter else []
     files = {name: user_path(name) for name in names if name}
     return {name: _checksum(file) for name, file in (files | of_hub).items()}
+
+
+def keep_hub_data(config: RunConfig | ControlConfig, checksums: Mapping[str, str]) -> None:
+    """Let a resumed run read the data of the hub that it began with, if they are on this machine, though the hub has
+    newer ones.
+
+    Args:
+        checksums: `input_checksums` of its beginning.
+    """
+    if not isinstance(config, RunConfig) or not isinstance(config.task, DatasetConfig):
+        return
+    KEPT.clear()
+    for path in config.task.sources:
+        if data := HubData.read(path):
+            began = {name: checksum for name, checksum in checksums.items() if name.startswith(f"{path} ")}
+            for files in versions(data):
+                if {f"{path} {file.name}": _checksum(file) for file in files} == began:
+                    KEPT[data] = files
 
 
 def _checksum(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from covey.algorithms import Algorithm
 from covey.config import ConfigError, ControlConfig, RunConfig
 from covey.config.conversation import ConversationConfig, with_conversation
-from covey.config.inputs import input_checksums
+from covey.config.inputs import input_checksums, keep_hub_data
 from covey.config.rules import validate
 from covey.config.sft import RewardModelTraining
 from covey.config.tasks import DatasetConfig
@@ -115,6 +115,7 @@ def resume(
         assert not isinstance(config, RewardModelTraining)  # it is a run of covey train
         validate(config, own_task=task is not None, own_rewards=bool(rewards), own_environment=environment is not None)
         check_ranks(config)
+        keep_hub_data(config, job.origin["inputs"] if job.origin else {})
         inputs = _inputs(config, task, rewards)
         job.refuse_changed(inputs)
         team = team_for(config)
