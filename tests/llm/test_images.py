@@ -114,6 +114,7 @@ def test_images_beside_a_file_as_bytes_and_of_pil_are_one_prompt(tmp_path: Path)
         (
             {"prompt": user, "images": [file]},
             {"prompt": user, "image": {"bytes": content, "path": None}},
+            {"prompt": user, "images": [content]},
             {"prompt": parts, "images": ({"bytes": content, "path": "x.png"},)},
             {"prompt": placed, "images": [{"path": file}]},
             {"question": "what?", "image": picture("red")},

@@ -745,6 +745,11 @@ def test_a_malformed_or_partial_list_fails_its_group_only(build, reply: str, ord
     with JudgeServer(answer) as server:
         one = build(server, beside=[BESIDE], **RANKING, judge_order=order)
         groups = [group("a", "b", "c", answer="x"), group(*map(str, range(20)), answer="x")]
+        if not order:  # equal ones with a score out of range
+            alone = group("a", "a", answer="x")
+            assert rewards_of(build(server, beside=[BESIDE], **RANKING | {"judge_range": (0, 4)}).grade([alone])) == [
+                0.0, 0.0,
+            ]  # fmt: skip
         found = rewards_of(one.grade(groups))
         assert found[:3] == [None] * 3
         assert None not in found[3:]

@@ -166,7 +166,8 @@ def _picture(value: Any, column: str, folder: Path) -> Picture:
             return Picture("of PIL", value, digest, digest)
         except OSError as error:  # its file is read when it is used first
             raise ValueError(f"{column!r} has a picture that cannot be decoded ({error}): replace it") from None
-    content, name = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (None, value)
+    parts = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
+    content, name = parts.get("bytes"), parts.get("path")
     if isinstance(content, bytes):
         shown = f"{shortened(name)} in {column!r}" if isinstance(name, str) else f"in {column!r}"
         digest = _digest(content)

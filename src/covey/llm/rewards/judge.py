@@ -90,7 +90,8 @@ class Judge(RewardRunner):
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
     ) -> Future[Results]:
-        """A score for each completion, or None and an entry in `errors`.
+        """A score for each completion, or None and an entry in `errors`; None alone for equal completions of a group
+        that a judge cannot score.
 
         Args:
             seconds: not used, because the config has a deadline for each question.
@@ -140,7 +141,8 @@ class Judge(RewardRunner):
             "number": [place + 1 for place in own],
         }
         values = [None if error else scores[place] for place in own]
-        return Results(values, {}, logs, dict.fromkeys(range(len(texts)), error) if error else {})
+        failed = error and len(shown) > 1  # of equal completions nothing is compared
+        return Results(values, {}, logs, dict.fromkeys(range(len(texts)), error) if failed else {})
 
     async def _score(self, outcome: Reply | JudgeError) -> tuple[float, str]:
         """The score, and the reason why there is none."""
