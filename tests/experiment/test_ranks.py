@@ -221,8 +221,8 @@ from helpers.rank_cases import BASE
 
 load = llm.load_policy
 
-def load_another(config, machine):
-    loaded = load(config, machine)
+def load_another(*arguments):
+    loaded = load(*arguments)
     if own_rank():
         loaded.policy.module.base_model.layers[0].mlp.down_proj.weight.data[0, 0] += 0.1
     return loaded

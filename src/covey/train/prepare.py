@@ -28,12 +28,12 @@ class NoReference:
     """Null object for a run without a reference policy; implements `covey.data.Policy`."""
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Never called, because there are no microbatches."""
+        """Never called."""
         raise NotImplementedError
 
     def microbatches(self, batch: Batch) -> Iterator[Tensor]:
-        """No microbatches."""
-        return iter(())
+        """Never called: `score_rows` makes no pass, not even one of those that sharded weights need on every rank."""
+        raise NotImplementedError
 
 
 NO_REFERENCE = NoReference()
@@ -195,7 +195,7 @@ def score_rows(policy: Policy, batch: Batch, wanted_B: Tensor, team: Team = ALON
         the log-probability of every action.
     """
     scores = {"logprobs_BT": torch.full_like(batch.behavior_logprobs_BT, math.nan)}
-    if not wanted_B.any():
+    if policy is NO_REFERENCE or not wanted_B.any():
         return scores
     shards = shard_rows(batch, team.shards, wanted_B)
     for rows, part in _by_microbatch(policy, batch, shards, team):
