@@ -96,7 +96,7 @@ def test_a_format_is_observed_in_what_the_template_writes() -> None:
     ("old", "new"),
     [
         ("{{ v if v is string", "{{ v | upper if v is string"),  # values that are written otherwise
-        ("{{ v if v is string", "{{ v | e if v is string and '<' in v"),
+        ("{{ v if v is string", "{{ v | e if v is string"),
         ("{% for t in m.tool_calls %}", "{% for t in m.tool_calls %}<|im_start|>tool"),  # what ends a turn
     ],
 )

@@ -116,13 +116,11 @@ class _Product(torch.autograd.Function):
 def _functional() -> Any:
     """bitsandbytes.functional, imported at first use, because it is an extra and takes a second."""
     check_four_bit()
-    logger, level = logging.getLogger("bitsandbytes"), logging.getLogger("bitsandbytes").level
-    logger.setLevel(logging.ERROR)  # it warns of a missing package whose kernel is not used
-    try:
-        return import_module("bitsandbytes.functional")
-    finally:
-        logger.setLevel(level)
+    return import_module("bitsandbytes.functional")
 
+
+# It warns of a missing package whose kernel is not used, also when peft imports it, on every rank.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 T = TypeVar("T")
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"  # names of adapters
