@@ -12,6 +12,7 @@ Speed, memory and a GPU's arithmetic are not pretended: tests of those need a GP
 from __future__ import annotations
 
 import sys
+from contextlib import ContextDecorator
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ class OnGPU(Tensor):
     @property
     def device(self) -> torch.device:
         return GPU
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: OnGPU) -> None:  # torch's own would leave the old numbers
+        Tensor.data.__set__(self, value)
+        self.numbers = value.numbers
 
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
@@ -104,7 +114,7 @@ class Computing(TorchDispatchMode):
         return compute(operation, args, kwargs or {})
 
 
-class Sending(TorchFunctionMode):
+class Sending(TorchFunctionMode, ContextDecorator):
     """Translates the device between Python and what is below. torch makes a tensor of numbers on a device without
     asking a mode: here it is made and then sent.
     """
@@ -145,6 +155,8 @@ def main() -> int:
     from covey.cli.main import main as covey
 
     nn.Module.to = send
+    # torch leaves the mode that passes on `backward`, and a recomputed forward pass needs it.
+    torch.autograd._engine_run_backward = Sending()(torch.autograd._engine_run_backward)
     with Computing(), Sending():
         return covey(sys.argv[1:])
 
