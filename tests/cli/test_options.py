@@ -68,6 +68,15 @@ def test_a_printed_recipe_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_pa
     assert read_recipe(tmp_path / "my.toml") == read_recipe("cartpole_grpo")
 
 
+@pytest.mark.parametrize("command", ["sft", "reward-model train", "eval", "sample"])
+def test_help_names_an_option_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fields of two tables may have one name: checkpoint.keep and sft.keep."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    named = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert len(named) == len(set(named)) > 5
+
+
 def test_a_field_is_no_misspelt_option() -> None:
     _, fields = parse(["compare", "a", "b", "--seed", "3", "--threads", "2"])
     assert fields == ["--seed", "3", "--threads", "2"]

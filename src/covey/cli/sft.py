@@ -27,17 +27,18 @@ def _options(parser: Parser) -> None:
     resume = "continue a stopped training from its last checkpoint; a finished one with --epochs N"
     option(parser, "--resume RUN_DIR", resume)
     options = {f"{row.section}.{row.name}".lstrip("."): (option, row) for option, row in field_options(RunConfig)}
-    own = [(option.replace(f"{SFT_TABLE}.", ""), row) for option, row in options.values() if row.section == SFT_TABLE]
+    own = {option.replace(f"{SFT_TABLE}.", ""): row for option, row in options.values() if row.section == SFT_TABLE}
+    others = [(f"--{name}" if options[name][0] in own else options[name][0], options[name][1]) for name in OTHER_FIELDS]
     parser.epilog = "\n".join(
         [
             "Trains the recipe's model on given completions, before covey train. A prompt, a tool's reply and the text",
             "of the chat template are not trained. Every field can be given as --field value.",
             "",
             "[sft]",
-            *(field_line(option, row) for option, row in own),
+            *(field_line(option, row) for option, row in own.items()),
             "",
             "fields of other tables that are used",
-            *(field_line(*options[name]) for name in OTHER_FIELDS),
+            *(field_line(option, row) for option, row in others),
         ]
     )
 
