@@ -126,6 +126,7 @@ def test_runs_of_older_versions_have_no_advantages(runs: Path, capsys: pytest.Ca
 def test_searches_in_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [rollout(step, 0, reward, text=f"text {step}") for step in (1, 2, 3) for reward in (None, float(step))]
     lines += [rollout(2, 1, 7.0, end="length", text="the needle")]
+    lines = [line | {"advantage": 0.0} for line in lines]
     language_run(runs / "s", steps=3, rollouts=lines)
 
     def heads(*words: str) -> list[str]:

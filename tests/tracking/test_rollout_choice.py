@@ -53,8 +53,8 @@ def test_the_best_and_the_worst_of_the_run(tmp_path: Path) -> None:
 def test_filters_find_the_latest_first(tmp_path: Path) -> None:
     lines = [
         rollout(1, 0, None, text="could not be graded"),
-        rollout(2, 0, 1.0, end="length"),
-        rollout(2, 1, 1.0, end="truncated", text="A STRASSE"),
+        rollout(2, 0, 1.0, end="length", advantage=0.0),
+        rollout(2, 1, 1.0, end="truncated", text="A STRASSE", advantage=0.0),
         rollout(3, 0, 0.0, prompt=[{"role": "user", "content": "straße?"}]),
         rollout(3, 0, 1.0),
     ]

@@ -63,7 +63,13 @@ def test_damaged_lines_are_counted_and_a_line_that_is_being_written_is_not(tmp_p
 def test_groups_without_signal(tmp_path: Path, rewards: list[Any], signal: bool) -> None:
     write(tmp_path, "rollouts/step_000001.jsonl", *(rollout(0, reward) for reward in rewards or [None]))
     ((group,), _) = RunReader(tmp_path).groups(1)
-    assert group.has_signal is signal
+    assert group.has_signal is group.has_spread is signal
+
+
+def test_equal_rewards_with_advantages_of_a_critic_are_a_signal(tmp_path: Path) -> None:
+    write(tmp_path, "rollouts/step_000001.jsonl", rollout(0, 1.0, advantage=-0.2), rollout(1, 1.0, advantage=0.0))
+    (one, other), _ = RunReader(tmp_path).groups(1)
+    assert (one.has_signal, one.has_spread, other.has_signal) == (True, False, False)
 
 
 def test_a_missing_step_and_a_link_differ(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def _options(parser: Parser) -> None:
     option(parser, "--worst", "the rollouts with the lowest rewards")
     option(parser, "--failed", "rollouts that could not be graded")
     option(parser, "--truncated", "rollouts that a limit ended")
-    option(parser, "--no-signal", "groups whose rewards are all equal")
+    option(parser, "--no-signal", "groups whose advantages are all 0")
     option(parser, "--text WORDS", "rollouts with these words in the prompt or the completion")
     option(parser, "--held-out", "answers to held-out problems, before and after")
     option(parser, "--limit N", "how many are shown", number(int, 1, 10**9), 5)

@@ -271,7 +271,7 @@ def choose_group(groups: Sequence[Group], number: int | None) -> tuple[Group, st
             f"there is no group {number}: the step has the groups {steps_text([g.number for g in groups])}"
         )
     chosen = max(groups, key=information)
-    return chosen, "the largest spread of rewards" if chosen.has_signal else "no group has different rewards"
+    return chosen, "the largest spread of rewards" if chosen.has_spread else "no group has different rewards"
 
 
 def search(reader: RunReader, steps: Sequence[int], keep: Keep, limit: int) -> list[Found]:

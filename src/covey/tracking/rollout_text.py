@@ -196,7 +196,8 @@ def _rewards_text(group: Group) -> str:
     if not rewards:
         return "none was graded"
     mean, low, high = sum(rewards) / len(rewards), min(rewards), max(rewards)
-    spread = f"from {short(low)} to {short(high)}" if group.has_signal else "all equal, so there is no gradient"
+    equal = "all equal" if group.has_signal else "all equal, so every advantage is 0"
+    spread = f"from {short(low)} to {short(high)}" if group.has_spread else equal
     return f"mean {short(mean)}, {spread}" + (f"; {failed} not graded" if failed else "")
 
 

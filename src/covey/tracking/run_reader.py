@@ -62,9 +62,14 @@ class Group:
         return [reward for line in self.rollouts if (reward := number(line.get("reward"))) is not None]
 
     @property
-    def has_signal(self) -> bool:
-        """True if the rewards differ, so that the group has a gradient."""
+    def has_spread(self) -> bool:
+        """True if the rewards differ."""
         return bool(self.rewards) and max(self.rewards) - min(self.rewards) > 1e-6 * max(map(abs, self.rewards))
+
+    @property
+    def has_signal(self) -> bool:
+        """True if a rollout has an advantage: the rewards differ, or a critic predicted others."""
+        return self.has_spread or any(number(line.get("advantage")) for line in self.rollouts)
 
     def model_prompt(self, index: int = 0) -> str:
         """The text that the model read before a rollout, with its special tokens; "" if it was not recorded."""

@@ -49,7 +49,7 @@ from covey.tracking.run_reader import (
 )
 from covey.watch.rollouts import list_row
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BATCH_SECONDS = 0.5  # of the processor's time, of one transaction
 BUSY_SECONDS = 5.0  # that a reader waits for a writer
 LONGEST_TEXT = 1 << 20  # characters of a rollout that are searched

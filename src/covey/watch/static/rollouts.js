@@ -97,7 +97,7 @@ export class Rollouts {
     this.cards = rollouts.map((rollout) => new RolloutCard(rollout, { scale: this.scale, words: this.words, baseline, find: this.params.find ?? "" }));
     this.siblings = h("div", { class: "sibling-grid" }, this.cards.map((card) => card.el));
     const facts = [`mean reward ${number(mean)}`, baseline !== null && baseline !== undefined ? `baseline ${number(baseline)}` : null, `${this.words.cut} ${percent(rollouts.filter((r) => r.truncated).length / rollouts.length, 0)}`,
-      signal ? null : "no signal: every reward is the same, so this group has no gradient", dropped ? "dropped: other groups were sampled in its place" : null,
+      signal ? null : "no signal: every reward is the same, and every advantage is 0", dropped ? "dropped: other groups were sampled in its place" : null,
       left ? `${count(left, "rollout")} between the best and the worst left out` : null];
     put(this.body,
       h("div", { class: "prompt" }, h("h2", {}, this.words.language ? "Prompt" : "Start"), prompt === null ? h("p", { class: "hint" }, "The episodes of a group begin in the same state.") : this.words.language ? promptBlock(prompt, this.params.find) : block(`seed ${promptText(prompt)}`), read ? h("details", { class: "model-prompt" }, h("summary", {}, "As the model reads it"), block(read, { find: this.params.find, label: "prompt" })) : null, columnsTable(columns)),

@@ -5,7 +5,7 @@ export const SECTIONS = [
   { key: "policy", title: "Policy: entropy and KL", has: (n) => /^(entropy|kl|kl\/.*|policy\/.*|covariance\/.*)$/.test(n), first: ["entropy", "kl"] },
   { key: "length", title: "Length", has: (n) => n.startsWith("length/") },
   { key: "groups", title: "Groups", has: (n) => /^(groups|prompts)\//.test(n), first: ["groups/zero_advantage_fraction"],
-    note: "A group whose rewards are all the same has no gradient. Many of them mean prompts that are too hard or too easy." },
+    note: "A group without signal has advantages of 0, because its rewards are all the same. Many of them mean prompts that are too hard or too easy." },
   { key: "update", title: "Update", has: (n) => /^(grad_norm|loss|learning_rate|kl_coefficient|entropy_coefficient|ratio|clip|update)(\/|$)/.test(n) && n !== "loss/value",
     first: ["grad_norm", "clip/high", "clip/low", "loss"],
     note: "A loss near 0, a largest ratio of 1 and a clip fraction of 0 are healthy with one optimizer step per batch (on policy): nothing has moved yet when they are measured. The gradient norm and the reward show progress." },
