@@ -135,3 +135,19 @@ def test_a_printed_figure_is_the_stored_one(said: str, numbers: Sequence[float])
 def test_figures_are_found() -> None:
     """The test above would pass if nothing was found any more."""
     assert sum(bool(found(said)) for said, _ in FIGURES) >= 0.8 * len(FIGURES)
+
+
+def test_a_figure_beside_a_link_stands_on_the_linked_page() -> None:
+    link, figure = (
+        re.compile(r"\(\[[^\]]*\]\(([\w/]+\.md)[^)]*\)\)"),
+        re.compile(r"\d[\d,]*\.\d+|\d{1,3},\d{3}|\d+(?= %)"),
+    )
+    checked = 0
+    for page in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("exercises", "questions"))):
+        for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
+            for said, target in zip(*[iter(link.split(paragraph))] * 2, strict=False):
+                stands = (page.parent / target).read_text(encoding="utf-8")
+                for number in figure.findall(re.split(r"(?<=[.|])\s", said)[-1]):
+                    assert number in stands, f"{page.name}: {number} is not in {target}"
+                    checked += 1
+    assert checked > 8

@@ -52,7 +52,8 @@ def write_language_run(run: Path) -> None:
     new = {"advantage": 0.5, "baseline": 0.5, "tokens": TOKENS}
     write_lines(run / "rollouts" / "step_000001.jsonl", [rollout(0, 1.0), rollout(0, None, end="length")])
     write_lines(run / "rollouts" / "step_000003.jsonl", [
-        rollout(0, 1.0, **new), rollout(1, 1.0, **new | {"advantage": None}, dropped=True), rollout(0, 0.0, **new | {"advantage": -0.5}),
+        rollout(0, 1.0, **new), rollout(1, 1.0, **new | {"advantage": None}, dropped=True),
+        rollout(0, 0.0, **new | {"advantage": -0.5}),
         rollout(1, 1.0, text=HOSTILE, steps=[["a", 1.0]], undecided=[[1, 2]], extra={"note": "x"}),
     ])  # fmt: skip
     before = [answer(0, 0.0), answer(1, 1.0), answer(2, 0.0), answer(3, None), answer(0, 0.0, max_new_tokens=96)]
