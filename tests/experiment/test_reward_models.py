@@ -51,7 +51,7 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     assert code == 0, said
     last = said.strip().splitlines()[-1]
     per_step = "per_step = true and " if data == "steps" else ""
-    assert last == f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run_dir}"'
+    assert last == f'Next: use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run_dir}"'
     names = {entry.name for entry in run_dir.iterdir()}
     picture = set() if data == "numbers" else {"reliability.png"}
     assert names == picture | {

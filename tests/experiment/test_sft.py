@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from covey.cli.report import advice_on
+from covey.watch.answers import verdict
+from covey.watch.library import Run
 from helpers import guessing
 from helpers.examples import SFT_RECIPE, write_examples, write_rows
 from helpers.run_helpers import Moment, covey, files
@@ -50,13 +53,18 @@ def test_a_training_lowers_the_held_out_loss_and_leaves_a_run_that_others_start_
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["examples"] == {"training": 18, "held_out": 2}
     assert summary["decisions_trained"] == sum(line["sft/decisions"] for line in metrics)
-    losses = summary["held_out_loss"]
-    assert losses["after"] == metrics[-1]["sft/held_out_loss"] < losses["before"] / 1.5
+    [held_out] = summary["evaluations"]
+    assert held_out["after"]["score"] == metrics[-1]["sft/held_out_loss"] < held_out["before"]["score"] / 1.5
+    before, after = (f"{held_out[when]['score']:.4f}" for when in ("before", "after"))
+    assert (summary["score_kind"], held_out["after"]["count"], held_out["after"]["low"]) == ("loss", 2, None)
+    page = verdict(Run(run_dir, "sums"))
+    assert page == {"outcome": "unclear", "text": f"Held-out loss: from {before} to {after}."}
+    assert advice_on(run_dir)["next"].startswith("covey train RECIPE --model")
     _, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"]
     assert said.splitlines()[-1] == "Next: covey train RECIPE --model runs/sums_sft-001/model"
     for words, shown in (
-        (["runs"], "sums_sft-001  finished  10/10"),
+        (["runs"], f"sums_sft-001  finished  10/10  {before} -> {after} "),
         (["report", run_dir], "has the report"),
         (["sample", run_dir, "1+1=", "--n", "1", "--max-new-tokens", "2"], ""),
         (["export", run_dir, place / "exported"], ""),
@@ -76,7 +84,7 @@ def test_a_recipe_with_a_task_gives_the_whole_command_that_goes_on(place):
     assert said.splitlines()[-1] == "Next: covey train both.toml --model warm/model"
     [line] = metrics_of(place / "warm")
     assert line["learning_rate"] == pytest.approx(5e-4)  # of a warm-up of two steps
-    assert json.loads((place / "warm" / "summary.json").read_text())["held_out_loss"] == {"before": None, "after": None}
+    assert json.loads((place / "warm" / "summary.json").read_text())["evaluations"] == []
     short = ["--steps", "1", "--prompts-per-step", "2", "--evaluation.problems", "2", "--max-new-tokens", "2"]
     code, said = covey("train", "both.toml", "--model", "warm/model", *short, "--run-dir", "trained", cwd=place)
     assert code == 0, said
@@ -92,7 +100,9 @@ def assert_same(run_dir: Path, expected: Path) -> None:
         if not name.endswith("manifest.json"):
             assert made[name] == wanted[name], name
     [one, other] = (json.loads((folder / "summary.json").read_text()) for folder in (run_dir, expected))
-    for key in ("steps", "loss", "held_out_loss", "decisions_trained"):
+    for each in (one, other):
+        each["held out"] = [[found[when]["score"] for when in ("before", "after")] for found in each["evaluations"]]
+    for key in ("steps", "loss", "held out", "decisions_trained"):
         assert one[key] == other[key]
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from covey.config import ControlConfig, ConversationConfig, RunConfig
 from covey.config.fields import command
 from covey.config.files import MemoryFault, read_below
-from covey.config.model_sources import CONFIG_FILE
+from covey.config.model_sources import CONFIG_FILE, MODEL_FOLDER
 from covey.config.recipe import config_from_dict, read_tables, split_overrides, training_command
 from covey.config.rules import put
-from covey.config.sft import RewardModelTraining
+from covey.config.sft import RewardModelKind, RewardModelTraining
 from covey.tracking.console import verdict
 from covey.tracking.run_folder import ORIGIN_FILE, resuming_command
-from covey.tracking.wording import ACCURACY, find_wording
+from covey.tracking.wording import ACCURACY, LOSS, find_wording
 
 if TYPE_CHECKING:  # it imports torch, and `covey compare` reports a mistake before that
     from covey.algorithms import Algorithm
@@ -213,6 +213,8 @@ def go_on(launch: Launch, run_dir: str | Path, limits: Mapping[str, Any] = Mappi
 
 def after_training(run: Finished, summary: dict[str, Any]) -> str:
     """One suggestion, according to what the checks found at the end, and to the outcome of the first evaluation."""
+    if summary["score_kind"] == LOSS.name:
+        return f"Next: {_use(run, summary)}"
     wording, found, expected = find_wording(summary), verdict(summary), summary.get("expected_return")
     chosen = next(advice for advice in ADVICE[summary["domain"]][found] if advice.possible(run))
     parts = [FINDINGS[found], f"Next: {_remedy(summary, found) or f'{chosen.words}: {chosen.command(run)}'}"]
@@ -220,6 +222,16 @@ def after_training(run: Finished, summary: dict[str, Any]) -> str:
         reached = "reached" if found == "reached" else "not reached"
         parts.insert(0, f"The expected return of {wording.kind.write(expected)} is {reached}.")
     return " ".join(part for part in parts if part)
+
+
+def _use(run: Finished, summary: dict[str, Any]) -> str:
+    """What a model that was trained on examples is for."""
+    if isinstance(run.config, RewardModelTraining):
+        per_step = "per_step = true and " if summary["kind"] == RewardModelKind.PROCESS.noun else ""
+        return f'use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run.run_dir}"'
+    recipe = "RECIPE" if getattr(run.config, "task", None) is None else run.launch.recipe
+    training = training_command(replace(run.config, algorithm="grpo"))
+    return command(training, recipe, "--model", Path(run.run_dir) / MODEL_FOLDER)
 
 
 def _remedy(summary: dict[str, Any], found: str) -> str:

@@ -32,7 +32,7 @@ from covey.config.sft import (
     locate_reward_model,
 )
 from covey.data import Group
-from covey.experiment.advice import Finished, Launch
+from covey.experiment.advice import Launch
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import LoadedPolicy, divide_alone, load_policy
 from covey.experiment.problem import build_problem
@@ -233,12 +233,8 @@ class RewardModelBuilder(SupervisedBuilder):
             title = f"{self.model.kind.noun}, {plural(len(self.held_out), 'held-out example')}"
             draw_reliability(store.run_dir / RELIABILITY_FILE, self._quality.reliability, title)
 
-    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
-        super().show(display, summary, run)
-        if self._quality is not None:
-            display.note(f"held out: {self._quality.describe()}")
-        per_step = "per_step = true and " if self.model.kind is RewardModelKind.PROCESS else ""
-        display.note(f'Use it as a reward in a recipe: [[rewards]] with {per_step}model = "{run.run_dir}"')
+    def measures(self) -> str:
+        return f"held out: {self._quality.describe()}" if self._quality is not None else ""
 
 
 def build_reward_trainer(

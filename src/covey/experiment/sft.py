@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import ConfigError, RunConfig
-from covey.config.fields import command, plural
+from covey.config.fields import plural
 from covey.config.files import user_path
 from covey.config.model_sources import ARCHITECTURE_FOLDER, MODEL_FOLDER
-from covey.config.recipe import config_from_dict, training_command
+from covey.config.recipe import config_from_dict
 from covey.config.rules import validate_sft
 from covey.config.sft import SAMPLES, SFT_ALGORITHM, is_sampled
 from covey.data import EndReason, Group, Rollout, Start, Team
-from covey.experiment.advice import Finished, Launch
+from covey.experiment.advice import Launch
 from covey.experiment.algorithm import build_pace
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import divide_alone, load_policy, load_trainable
@@ -221,14 +221,6 @@ class SFTBuilder(SupervisedBuilder):
 
     def _decisions(self, store: RunStore) -> int:
         return sum(int(record.get("sft/decisions", 0)) for record in read_metrics(store.run_dir))
-
-    def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
-        super().show(display, summary, run)
-        recipe = run.launch.recipe if self.config.task is not None else "RECIPE"
-        model = Path(run.run_dir) / MODEL_FOLDER
-        display.note(
-            f"Next: {command(training_command(replace(self.config, algorithm='grpo')), recipe, '--model', model)}"
-        )
 
 
 PIECE = 64  # prompts per call of the sampler

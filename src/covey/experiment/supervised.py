@@ -14,6 +14,7 @@ from covey.config.fields import command
 from covey.config.model_sources import MODEL_FOLDER
 from covey.config.sft import SFT_ALGORITHM, SupervisedBase
 from covey.data import Team
+from covey.experiment import advice
 from covey.experiment.advice import Finished
 from covey.experiment.algorithm import build_optimizer
 from covey.experiment.job import Evaluation, Experiment, ExperimentBuilder, build_checkpoints, resumed, team_for
@@ -35,8 +36,7 @@ class SupervisedBuilder(ExperimentBuilder):
 
     command: str  # its words, such as "sft"
     patience: int  # epochs without a lower held-out loss, after which training ends; 0: never
-    score_kind = "score"
-    score_name = "loss"
+    score_kind = "loss"
     has_rollouts = False
     show_rollouts_every = 0
     pace = Pace()
@@ -120,7 +120,7 @@ class SupervisedBuilder(ExperimentBuilder):
             if step % self.per_epoch:
                 return {}
             last[:] = [measured()]
-            return self.tracked(last)
+            return self._named(last[0])
 
         def measure(label: str) -> list[Evaluation]:
             """The evaluation before or after training."""
@@ -130,7 +130,9 @@ class SupervisedBuilder(ExperimentBuilder):
                 return []
             if label == "before":
                 display.note(f"before training: held-out loss {found['loss']:.4f}")
-            return [found | {"seconds": clock.total()}]
+            count = int(found.get("count", self.counts["held_out"]))
+            estimate = {"score": found["loss"], "low": None, "high": None, "count": count}
+            return [estimate | {"seconds": clock.total(), "measured": found}]
 
         in_parts = any(map(is_sharded, trainer.optimizer.parameters.values()))
         parts = SupervisedRun(
@@ -157,11 +159,10 @@ class SupervisedBuilder(ExperimentBuilder):
         )  # fmt: skip
 
     def tracked(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        return {f"{self.algorithm_name}/held_out_{name}": value for name, value in _measured(evaluations).items()}
+        return self._named(evaluations[0]["measured"]) if evaluations else {}
 
-    def results(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> dict[str, Any]:
-        losses = {"before": _measured(before).get("loss"), "after": _measured(after).get("loss")}
-        return {"evaluations": [], "held_out_loss": losses}
+    def _named(self, measured: Mapping[str, float]) -> dict[str, float]:
+        return {f"{self.algorithm_name}/held_out_{name}": value for name, value in measured.items()}
 
     def _losses(self, store: RunStore) -> dict[str, Any]:
         """The losses of the first and of the last step, for the summary."""
@@ -170,13 +171,20 @@ class SupervisedBuilder(ExperimentBuilder):
         return {"loss": {"first": losses[0], "last": losses[-1]} if losses else {}}
 
     def show(self, display: Display, summary: dict[str, Any], run: Finished) -> None:
-        """Show the result in one sentence, and the diagnosis."""
-        held_out, loss = summary["held_out_loss"], summary["loss"]
+        """Show the result in one sentence, the diagnosis, and what the model is for."""
+        loss = summary["loss"]
         words = f"loss of the first step {loss['first']:.4f}, of the last {loss['last']:.4f}" if loss else ""
-        if held_out["before"] is not None and held_out["after"] is not None:
-            words = f"held-out loss {held_out['before']:.4f} before, {held_out['after']:.4f} after"
+        for one in summary["evaluations"]:
+            words = f"held-out loss {one['before']['score']:.4f} before, {one['after']['score']:.4f} after"
         display.note(f"{words}. Everything is in {run.run_dir}{describe_size(Path(run.run_dir))}")
         display.note(conclusion(summary))
+        if measures := self.measures():
+            display.note(measures)
+        display.note(advice.after_training(run, summary))
+
+    def measures(self) -> str:
+        """Further measures of the result, in one line."""
+        return ""
 
     def draw(self, store: RunStore) -> None:
         """Nothing to draw."""
@@ -215,7 +223,3 @@ def build_trainer(
         config.schedule, config.learning_rate, steps=steps, warmup_steps=config.warmup_steps, restarts=restarts
     )
     return SupervisedTrainer(criterion, optimizer, pace.over(rate), team)
-
-
-def _measured(evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    return {name: value for one in evaluations for name, value in one.items() if name != "seconds"}

@@ -431,8 +431,8 @@ class RunResult(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         wording = find_wording(self)
-        measured = wording.count_measured(self["evaluations"][0]["after"]["count"])
-        title = wording.table_title.format(measured=measured)
+        counts = [evaluation["after"]["count"] for evaluation in self["evaluations"]]
+        title = wording.table_title.format(measured=wording.count_measured(counts[0] if counts else 0))
         rows = [
             "<tr>" + "".join(f"<th{_LEFT if place == 0 else ''}>{_text(name)}</th>" for place, name in enumerate(_HEAD))
             + "</tr>"

@@ -32,7 +32,7 @@ from covey.tracking.run_folder import (
     run_state,
 )
 from covey.tracking.run_reader import RunReader, kind_of_run, number, table, text
-from covey.tracking.wording import SCORE_KINDS, ScoreKind, is_above
+from covey.tracking.wording import HELD_OUT_METRICS, LOSS, SCORE_KINDS, ScoreKind, is_above
 
 LAST_BYTES = 1 << 20  # of the metrics file, in which the last evaluation is looked for
 UNKNOWN = "-"
@@ -168,7 +168,8 @@ def result_text(run: RunOverview) -> str:
         return f"{before} ->"
     if run.after.get("count") is None:
         return f"{before} -> {kind.write(run.after['score'])} so far"
-    return f"{before} -> {kind.write_interval(run.after)}"
+    after = kind.write(run.after["score"]) if kind is LOSS else kind.write_interval(run.after)
+    return f"{before} -> {after}"
 
 
 def size_text(count: int) -> str:
@@ -207,12 +208,13 @@ def _results(
 
 
 def _last_evaluation(run_dir: Path) -> float | None:
-    """The last held-out score that was measured during training."""
+    """The last held-out score or loss that was measured during training."""
     with suppress(OSError):
         for line in reversed(read_end(run_dir, METRICS_FILE, most=LAST_BYTES)[0].split(b"\n")[:-1]):
             with suppress(ValueError, RecursionError):
-                if b"eval/score" in line and (score := number(table(json.loads(line)).get("eval/score"))) is not None:
-                    return score
+                for name in HELD_OUT_METRICS:
+                    if name.encode() in line and (score := number(table(json.loads(line)).get(name))) is not None:
+                        return score
     return None
 
 

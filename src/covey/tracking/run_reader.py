@@ -26,6 +26,7 @@ from covey.tracking.run_folder import (
     ITERATIONS_FILE,
     METRICS_FILE,
     ORIGIN_FILE,
+    RESUMED_BY,
     ROLLOUTS_FOLDER,
     STOPPED_FILE,
     SUMMARY_FILE,
@@ -267,6 +268,8 @@ def kind_of_run(config: Mapping[str, Any] | None, summary: Mapping[str, Any] | N
         return None, None
     if "environment" in config:
         return "control", "return"
+    if config.get("algorithm") in RESUMED_BY:  # a training on examples
+        return "language", "loss"
     counted = _counted_reward(config)
     return "language", None if counted is None else "accuracy" if counted.is_binary else "score"
 

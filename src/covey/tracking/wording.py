@@ -142,7 +142,8 @@ def _of_numbers(name: str) -> ScoreKind:
 
 
 SCORE, RETURN = _of_numbers("score"), _of_numbers("return")
-SCORE_KINDS = {kind.name: kind for kind in (ACCURACY, SCORE, RETURN)}
+LOSS = replace(_of_numbers("loss"), write="{:.4f}".format, write_change="{:+.4f}".format)  # the only one that falls
+SCORE_KINDS = {kind.name: kind for kind in (ACCURACY, SCORE, RETURN, LOSS)}
 
 
 def is_above(first: Result, second: Result) -> bool:
@@ -314,7 +315,13 @@ def _supervised(name: str, *more: Shown) -> Wording:
     """Texts of a training on examples, whose metrics begin with `name`."""
     loss, held_out = f"{name}/loss", f"{name}/held_out_loss"
     return replace(
-        _language(SCORE),
+        _language(LOSS),
+        measured="example",
+        evaluation="held-out loss, {measured}",
+        table_title="Held-out loss on {measured}",
+        case="examples",
+        case_of=lambda _, evaluation: whole(evaluation["before"]["count"]),
+        cost=lambda summary: plural(summary["examples"]["training"], "example"),
         quick=True,
         shown=(
             Shown((loss,), "loss", _digits(4)),
@@ -329,7 +336,8 @@ def _supervised(name: str, *more: Shown) -> Wording:
 
 SFT = _supervised("sft")
 REWARD_MODEL = _supervised("reward_model", Shown(("reward_model/accuracy",), "accuracy", _digits(3)))
-WORDINGS = {(one.domain, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL)}
+WORDINGS = {(one.domain, one.kind.name): one for one in (_language(ACCURACY), _language(SCORE), CONTROL, SFT)}
+HELD_OUT_METRICS = tuple(dict.fromkeys(one.held_out for one in (*WORDINGS.values(), REWARD_MODEL)))
 
 
 def find_wording(summary: Mapping[str, Any]) -> Wording:

@@ -17,7 +17,7 @@ from covey.config.recipe import config_from_dict
 from covey.tracking.evaluations import compare_answers, read_answers, token_limits
 from covey.tracking.metrics import METRICS, find
 from covey.tracking.run_reader import MetricTable, number, ranges, rollouts_file, table
-from covey.tracking.wording import WORDINGS, has_interval, is_above
+from covey.tracking.wording import LOSS, WORDINGS, has_interval, is_above
 from covey.watch.files import recordings
 from covey.watch.index import Indexer, Query, index_path, progress, select
 from covey.watch.library import Library, Run
@@ -232,6 +232,7 @@ def verdict(run: Run) -> dict[str, Any] | None:
     outcome = "better" if is_above(after, before) else "worse" if is_above(before, after) else "unclear"
     words = {"better": "Better", "worse": "Worse", "unclear": "No certain change"}[outcome]
     apart = "; the intervals overlap" if outcome == "unclear" and has_interval(before) and has_interval(after) else ""
+    words = "Held-out loss" if kind is LOSS else words  # a mean without an interval
     sentence = f"{words}{so_far}: from {kind.write(before['score'])} to {kind.write(after['score'])}{apart}."
     expected = number((run.summary or {}).get("expected_return"))
     if expected is not None and not so_far:

@@ -21,7 +21,7 @@ GET /api/runs              all watched runs, those that changed last first
          "path": "/home/me/runs/arithmetic_grpo-001",
          "state": "running" | "finished" | "stopped" | "crashed",
          "domain": "language" | "control" | null,    null: config.toml is missing or damaged
-         "score_kind": "accuracy" | "score" | "return" | null,
+         "score_kind": "accuracy" | "score" | "return" | "loss" | null,
          "recipe": "arithmetic_grpo" | null,
          "algorithm": "grpo" | null,
          "seconds": 65.0 | null,                     of training and evaluations, once it has ended

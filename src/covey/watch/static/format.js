@@ -136,7 +136,7 @@ const TITLES = {
 };
 export function title(name) {
   if (TITLES[name]) return TITLES[name];
-  const [section, ...rest] = name.split("/");
+  const [section, ...rest] = name.replace(/^(sft|reward_model)\//, "").replace("held_out_", "held-out ").split("/");
   const words = (rest.length ? `${section}: ${rest.join(" / ")}` : section).replace(/_/g, " ");
   return words.charAt(0).toUpperCase() + words.slice(1);
 }

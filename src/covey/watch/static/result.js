@@ -22,8 +22,9 @@ function resultsOf(details, chosen) {
   const { before, after } = rows[0].evaluation;
   const { wording, config } = rows[0].detail;
   const what = [wording?.evaluation ?? "evaluation", wording?.score_name === "return" ? config?.environment?.id : null, (after ?? before)?.count ? count((after ?? before).count, wording?.measured ?? "case") : null];
+  const interval = rows.some(({ evaluation: e }) => hasInterval(e.before) || hasInterval(e.after)) ? ", 95\u202f% interval" : "";
   return h("table", { class: "results" },
-    h("caption", {}, `${what.filter(Boolean).join(", ")}, 95\u202f% interval. \u25cb before \u25cf ${afterOf(rows)}`),
+    h("caption", {}, `${what.filter(Boolean).join(", ")}${interval}. \u25cb before \u25cf ${afterOf(rows)}`),
     h("thead", {}, h("tr", {}, several && h("th", { scope: "col" }, "run"), limits && h("th", { scope: "col" }, "token limit"), h("th", { scope: "col" }, "before"), h("th", { scope: "col" }, afterOf(rows)), h("th", { scope: "col" }, "change"),
       h("td", { class: "drawn", "aria-hidden": "true" }, scale(low, high, vocabulary(rows[0].detail))))),
     h("tbody", {}, rows.map(({ detail, i, evaluation }) => row(detail, i, evaluation, { several, limits, low, high }))));

@@ -15,8 +15,9 @@ export function viewsOf(detail) {
     if (detail.held_out_steps.length) views.push("held-out");
     return [...views, "config"];
   }
-  if ((detail.steps_with_rollouts ?? []).length || detail.domain !== "control") views.push("rollouts", "search");
-  if (detail.domain !== "control" || (detail.held_out_steps ?? []).length) views.push("held-out");
+  const writes = detail.domain !== "control" && detail.score_kind !== "loss"; // a training on examples samples nothing
+  if (writes || (detail.steps_with_rollouts ?? []).length) views.push("rollouts", "search");
+  if (writes || (detail.held_out_steps ?? []).length) views.push("held-out");
   if ((detail.files ?? []).length || detail.domain === "control") views.push("files");
   return [...views, "config"];
 }

@@ -2,12 +2,13 @@
 
 export const SECTIONS = [
   { key: "reward", title: "Reward and score", has: (n) => /^(reward|score|eval)(\/|$)/.test(n), first: ["score/mean", "eval/score", "reward/mean"], tall: true },
+  { key: "examples", title: "Loss on the examples", has: (n) => /^(sft|reward_model)\//.test(n), first: ["sft/loss", "sft/held_out_loss", "reward_model/loss", "reward_model/held_out_loss"], tall: true },
   { key: "policy", title: "Policy: entropy and KL", has: (n) => /^(entropy|kl|kl\/.*|policy\/.*|covariance\/.*)$/.test(n), first: ["entropy", "kl"] },
   { key: "length", title: "Length", has: (n) => n.startsWith("length/") },
   { key: "groups", title: "Groups", has: (n) => /^(groups|prompts)\//.test(n), first: ["groups/zero_advantage_fraction"],
     note: "A group without signal has advantages of 0, because its rewards are all the same. Many of them mean prompts that are too hard or too easy." },
   { key: "update", title: "Update", has: (n) => /^(grad_norm|loss|learning_rate|kl_coefficient|entropy_coefficient|ratio|clip|update)(\/|$)/.test(n) && n !== "loss/value",
-    first: ["grad_norm", "clip/high", "clip/low", "loss"],
+    first: ["grad_norm", "clip/high", "clip/low", "loss"], noted: "loss",
     note: "A loss near 0, a largest ratio of 1 and a clip fraction of 0 are healthy with one optimizer step per batch (on policy): nothing has moved yet when they are measured. The gradient norm and the reward show progress." },
   { key: "critic", title: "Critic", has: (n) => n === "loss/value" || n === "reward_scale" || n.startsWith("value/"), first: ["value/explained_variance"] },
   { key: "sampler", title: "Sampler", has: (n) => /^(mismatch|sampler)\//.test(n),
@@ -42,6 +43,7 @@ export function arrange(keys) {
     const mine = [...left].filter((key) => section.has(nameOf(key)));
     mine.forEach((key) => left.delete(key));
     const first = (section.first ?? []).flatMap((name) => mine.filter((key) => nameOf(key) === name));
-    return { ...section, keys: [...first, ...mine.filter((key) => !first.includes(key))] };
+    const note = section.noted && !mine.some((key) => nameOf(key) === section.noted) ? null : section.note;
+    return { ...section, note, keys: [...first, ...mine.filter((key) => !first.includes(key))] };
   }).filter((section) => section.keys.length);
 }
