@@ -269,3 +269,9 @@ def test_real_runs_and_a_real_resume(tmp_path: Path, recipes: list[str]) -> None
     after = json.loads((folder / "report.json").read_text())
     assert after["recipes"]["good"]["final"] == before["recipes"]["good"]["final"]
     assert after["recipes"]["bad"] == before["recipes"]["bad"]
+
+
+def test_a_folder_of_long_labels_has_a_short_name() -> None:
+    names = [module.short_name(f"{'recipe_' * 60}{end}") for end in "ab"]
+    assert len({*names}) == 2 and max(map(len, names)) <= 140
+    assert module.short_name("compare-cartpole_grpo-cartpole_ppo") == "compare-cartpole_grpo-cartpole_ppo"

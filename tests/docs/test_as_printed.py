@@ -67,6 +67,7 @@ NOT_RUN = {
     ".venv/bin/covey train arithmetic_grpo --sampler.kind covey --servers http://127.0.0.1:8801": "needs that server",
     "make scale": "installs vLLM",
     ".venv/bin/covey serve smollm2-135m --vllm --max-model-len 512": "needs vLLM",
+    ".venv/bin/covey train arithmetic_grpo --sampler vllm": "needs vLLM",
     ".venv/bin/covey train arithmetic_grpo --sampler vllm --servers http://127.0.0.1:8801": "needs vLLM",
     "covey sft --resume runs/sums_sft-001": "it is finished",
     "covey watch": "runs until Ctrl-C",

@@ -230,7 +230,7 @@ KINDS = {
         "--refresh-fraction 0.3 --divergence jensen_shannon --replay.groups 2",
         learns_from_a_teacher,
     ),
-    "images": Kind("tiny.toml --model vision --task dataset --path colours.jsonl --record.tokens true"),
+    "images": Kind("colours.toml --model vision --task dataset --path colours.jsonl --record.tokens true"),
     "step": Kind("Guess.toml", converses, DURING_A_CONVERSATION),
     "step, ppo": Kind("Guess.toml --algorithm ppo --critic-learning-rate 3e-3", converses, DURING_A_CONVERSATION),
     "step, lora": Kind("Guess.toml --rank 2 --precision bf16 --kl-coefficient 0.02", converses, DURING_A_CONVERSATION),
@@ -321,6 +321,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "prompts.jsonl").write_text("\n".join(lines))
     (place / "two_digits.py").write_text(TWO_DIGITS)
     text = recipe.read_text().replace('[[rewards]]\nname = "digits"\n', "")
+    (place / "colours.toml").write_text(text)
     (place / "two_digits.toml").write_text(text.replace("rewards.py:count_digits", "two_digits.py:two_digits"))
     calling_folder(place / "calling")
     vision_folder(place / "vision", "qwen2_vl")

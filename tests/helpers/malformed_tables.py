@@ -206,7 +206,7 @@ def data() -> Iterator[Input]:
         "message without role": '{"prompt": [{"content": "a"}]}\n',
         "message without content": '{"prompt": [{"role": "user"}]}\n',
         "role is a number": '{"prompt": [{"role": 1, "content": "a"}]}\n',
-        "content is a list": '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
+        "content is a list": '{"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}\n',
         "role with a control character": '{"prompt": [{"role": "user\\u001b[2J", "content": "a"}]}\n',
         "role of two lines": '{"prompt": [{"role": "user\\nassistant", "content": "a"}]}\n',
         "long role": json.dumps({"prompt": [{"role": "wizard" * 11, "content": "a"}]}) + "\n",

@@ -28,23 +28,13 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from covey.comparison.estimates import read_seed_run
-from covey.comparison.report import (
-    CURVES_PICTURE,
-    FINAL_PICTURE,
-    LEAST_SEEDS,
-    METRICS_PICTURE,
-    Comparison,
-    findings,
-    markdown_report,
-    summarise,
-    terminal_table,
-)
 from covey.config import ConfigError, ControlConfig, MachineError, RunConfig, RunError
 from covey.config.fields import plural
 from covey.config.files import faults_of, machine_error, read_below, shortened, user_path
@@ -65,7 +55,11 @@ from covey.tracking.run_folder import (
 )
 from covey.tracking.run_store import encode
 
+if TYPE_CHECKING:  # it imports matplotlib, and a mistake is reported before that
+    from covey.comparison.report import Comparison
+
 SETTINGS_FILE, REPORT_FILE, NUMBERS_FILE = "settings.json", "report.md", "report.json"
+LONGEST_NAME = 140  # bytes of the name of a folder
 MOST_SEEDS = 10_000
 CHOSEN_HERE = ("seed", "run_dir")
 STOP_SECONDS = 60.0  # deadline of a run that was asked to stop; it ends after its step, or is killed
@@ -84,7 +78,12 @@ class ComparedRecipe:
     @property
     def folder(self) -> str:
         """The label as the name of a folder."""
-        return re.sub(r"[^\w.=,-]+", "_", self.label).strip("_")
+        return short_name(re.sub(r"[^\w.=,-]+", "_", self.label).strip("_"))
+
+
+def short_name(name: str) -> str:
+    """The name, if a file may have it (255 bytes, some file systems fewer); else its beginning and a checksum."""
+    return name if len(name.encode()) <= LONGEST_NAME else f"{name[:60].rstrip('_-')}-{crc32(name.encode()):08x}"
 
 
 def compare(
@@ -120,7 +119,7 @@ def compare(
     if threshold is not None and not math.isfinite(threshold):
         raise ConfigError(f"--threshold must be a finite number (is {threshold})")
     contestants = read_contestants(recipes, overrides)
-    folder = output or Path("runs") / "-".join(["compare", *(one.folder for one in contestants)])
+    folder = output or Path("runs") / short_name("-".join(["compare", *(one.folder for one in contestants)]))
     command = command_line(recipes, seeds, threshold, overrides)
     with open_folder(folder, contestants):
         _train_and_report(contestants, folder, seeds, jobs or runs_at_once(contestants), threshold, command)
@@ -130,6 +129,8 @@ def _train_and_report(
     contestants: Sequence[ComparedRecipe], folder: Path, seeds: int, at_once: int, threshold: float | None, command: str
 ) -> None:
     """`compare` in a folder that is locked."""
+    from covey.comparison.report import LEAST_SEEDS, Comparison
+
     planned = plan(contestants, seeds, folder)
     missing = [job for job in planned if not (job.run_dir / SUMMARY_FILE).is_file()]
     console = plain_console()
@@ -306,22 +307,18 @@ def train_seed(job: SeedJob) -> Any:
 
 def write_report(comparison: Comparison, folder: Path, console: Console) -> str:
     """Write the report and its pictures and print the main numbers; returns a line that names the files."""
-    from covey.comparison.report import (  # slow to import, and not needed to report a mistake
-        draw_final_scores,
-        draw_learning_curves,
-        draw_metrics,
-    )
+    from covey.comparison import report
 
-    numbers = summarise(comparison)
+    numbers = report.summarise(comparison)
     write_atomically(folder / NUMBERS_FILE, encode(numbers, indent=2) + b"\n")
-    write_atomically(folder / REPORT_FILE, markdown_report(comparison, numbers).encode())
-    draw_learning_curves(comparison, folder / CURVES_PICTURE)
-    draw_metrics(comparison, folder / METRICS_PICTURE)
-    draw_final_scores(comparison, folder / FINAL_PICTURE)
-    console.print(terminal_table(numbers))
-    for line in findings(numbers):
+    write_atomically(folder / REPORT_FILE, report.markdown_report(comparison, numbers).encode())
+    report.draw_learning_curves(comparison, folder / report.CURVES_PICTURE)
+    report.draw_metrics(comparison, folder / report.METRICS_PICTURE)
+    report.draw_final_scores(comparison, folder / report.FINAL_PICTURE)
+    console.print(report.terminal_table(numbers))
+    for line in report.findings(numbers):
         _say(console, f"- {line.replace('**', '')}")
-    return f"Next: read {folder / REPORT_FILE} and look at {folder / CURVES_PICTURE}"
+    return f"Next: read {folder / REPORT_FILE} and look at {folder / report.CURVES_PICTURE}"
 
 
 def command_line(recipes: Sequence[str], seeds: int, threshold: float | None, overrides: Sequence[str]) -> str:

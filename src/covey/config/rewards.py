@@ -430,59 +430,7 @@ class RewardConfig(Table):
         if self.model and (fault := reward_model_fault(self.model, per_step=self.per_step)):
             raise ConfigError(fault)
         if self.judge:
-            self._check_judge()
-
-    def _check_judge(self) -> None:
-        """Refuse a judge that cannot be asked. Its server is not contacted, and no message has its token."""
-        check_judge_address(self.judge, allow_remote=self.allow_remote)
-        if self.ranks:
-            self._check_ranking()
-        elif "{completion}" not in self.judge_question:
-            raise ConfigError("the judge's question has no {completion}, so it does not see what it judges")
-        elif self.judge_order:
-            raise ConfigError(
-                "judge_order is for a question with all completions of a group: write {completions} in it"
-            )
-        _ = self.judge_body
-        low, high = self.judge_range
-        for word, value in self.judge_scores.items():
-            if not low <= value <= high:
-                limits = f"{low:g} to {high:g}"
-                raise ConfigError(f"judge_words has {word!r} = {value:g}, outside judge_range ({limits})")
-        groups = _compiled("judge_pattern", self.judge_pattern, re.DOTALL).groups
-        if self.judge_pattern and groups != 1:
-            raise ConfigError(f"judge_pattern needs one group, the score, and has {groups}: 'Score: ([0-9]+)'")
-        variable, file = self.judge_token_variable, self.judge_token_file
-        if variable and not os.environ.get(variable, "").strip():
-            named = f" {variable}" if re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) else ""  # others may be a token
-            raise ConfigError(
-                "judge_token_variable is the name of an environment variable, not the token, and there is no "
-                f"variable{named} with a value: set it"
-            )
-        path = user_path(file, "judge_token_file: ") if file else Path()
-        if file and not path.is_file():
-            raise ConfigError(f"judge_token_file: {missing_file(path, file)}")
-        if variable or file:
-            judge_token(variable, str(path))
-
-    def _check_ranking(self) -> None:
-        """Refuse settings of a judge of single completions in one that ranks a group."""
-        if "{completion}" in self.judge_question:
-            raise ConfigError(
-                "the judge's question has {completion} and {completions}: leave out the first to compare all "
-                "completions of a group, or the second to judge each alone"
-            )
-        if not self.judge_field:
-            raise ConfigError(
-                "the judge's question has {completions}, so its reply is a JSON object with a list: name its field in "
-                'judge_field, such as "scores"'
-            )
-        for name in ("judge_words", "binary", "score"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is set, but the judge's question has {{completions}}, and its scores compare the "
-                    f"completions of a group only: remove {name}"
-                )
+            _check_judge(self)
 
     @property
     def ranks(self) -> bool:
@@ -539,6 +487,58 @@ class RewardConfig(Table):
                 raise ConfigError(f"judge_request has {taken!r}, which covey sets itself: remove it")
             request |= further
         return {name: value for name, value in request.items() if value is not None}
+
+
+def _check_judge(reward: RewardConfig) -> None:
+    """Refuse a judge that cannot be asked. Its server is not contacted, and no message has its token."""
+    check_judge_address(reward.judge, allow_remote=reward.allow_remote)
+    if reward.ranks:
+        _check_ranking(reward)
+    elif "{completion}" not in reward.judge_question:
+        raise ConfigError("the judge's question has no {completion}, so it does not see what it judges")
+    elif reward.judge_order:
+        raise ConfigError("judge_order is for a question with all completions of a group: write {completions} in it")
+    _ = reward.judge_body
+    low, high = reward.judge_range
+    for word, value in reward.judge_scores.items():
+        if not low <= value <= high:
+            limits = f"{low:g} to {high:g}"
+            raise ConfigError(f"judge_words has {word!r} = {value:g}, outside judge_range ({limits})")
+    groups = _compiled("judge_pattern", reward.judge_pattern, re.DOTALL).groups
+    if reward.judge_pattern and groups != 1:
+        raise ConfigError(f"judge_pattern needs one group, the score, and has {groups}: 'Score: ([0-9]+)'")
+    variable, file = reward.judge_token_variable, reward.judge_token_file
+    if variable and not os.environ.get(variable, "").strip():
+        named = f" {variable}" if re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) else ""  # others may be a token
+        raise ConfigError(
+            "judge_token_variable is the name of an environment variable, not the token, and there is no "
+            f"variable{named} with a value: set it"
+        )
+    path = user_path(file, "judge_token_file: ") if file else Path()
+    if file and not path.is_file():
+        raise ConfigError(f"judge_token_file: {missing_file(path, file)}")
+    if variable or file:
+        judge_token(variable, str(path))
+
+
+def _check_ranking(reward: RewardConfig) -> None:
+    """Refuse settings of a judge of single completions in one that ranks a group."""
+    if "{completion}" in reward.judge_question:
+        raise ConfigError(
+            "the judge's question has {completion} and {completions}: leave out the first to compare all "
+            "completions of a group, or the second to judge each alone"
+        )
+    if not reward.judge_field:
+        raise ConfigError(
+            "the judge's question has {completions}, so its reply is a JSON object with a list: name its field in "
+            'judge_field, such as "scores"'
+        )
+    for name in ("judge_words", "binary", "score"):
+        if getattr(reward, name):
+            raise ConfigError(
+                f"{name} is set, but the judge's question has {{completions}}, and its scores compare the "
+                f"completions of a group only: remove {name}"
+            )
 
 
 def check_reward(reward: RewardConfig, where: str) -> None:

@@ -319,16 +319,20 @@ def _shared(config: Config) -> Iterator[Fault]:
             {"loss.kl_cov_fraction": Default},
         )
     if loss.entropy_target is not None and loss.entropy_controller == "clip":
-        unset = {"loss.entropy_target": Default}
-        for reason, found in {
-            f"{algorithm} clips no gradients: set it to 'bonus', or choose grpo": algorithm in WITHOUT_CLIPPED_GRADIENT,
-            "with update.epochs and update.minibatches at 1 every ratio is 1 and nothing is clipped: raise one of "
-            "them, or set it to 'bonus'": once,
-        }.items():
-            if found:
-                yield Fault(f"loss.entropy_controller is 'clip', but {reason}", unset)
+        yield from _adapting_the_clip_range(algorithm, once)
     if config.replay.groups:
         yield from _replayed(config)
+
+
+def _adapting_the_clip_range(algorithm: str, once: bool) -> Iterator[Fault]:
+    """Rules for an entropy target that the clip range follows."""
+    for reason, found in {
+        f"{algorithm} clips no gradients: set it to 'bonus', or choose grpo": algorithm in WITHOUT_CLIPPED_GRADIENT,
+        "with update.epochs and update.minibatches at 1 every ratio is 1 and nothing is clipped: raise one of "
+        "them, or set it to 'bonus'": once,
+    }.items():
+        if found:
+            yield Fault(f"loss.entropy_controller is 'clip', but {reason}", {"loss.entropy_target": Default})
 
 
 def _replayed(config: Config) -> Iterator[Fault]:

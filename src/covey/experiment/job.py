@@ -252,9 +252,8 @@ class Job:
         store = self.store
         experiment = builder.build(store, display)
         config, parts, settings = builder.config, experiment.parts, experiment.settings
-        parts = replace(parts, observers=(*parts.observers, trackers))
-        if not parts.team.rank:
-            parts = replace(parts, observers=(*parts.observers, own))
+        observers = (trackers,) if parts.team.rank else (trackers, own)
+        parts = replace(parts, observers=(*parts.observers, *observers))
         with display:
             progress, team = Progress(), parts.team
             parts.begin_at(progress)
@@ -300,9 +299,12 @@ class Job:
         exchange_json(team, summary)
         trackers.finish(summary, last)
         builder.draw(store)
-        finished = Finished(self.launch, builder.config, str(store.run_dir), builder.drawable(), ended_early)
-        builder.show(display, summary, finished)
+        self._show(builder, display, summary, ended_early)
         return summary
+
+    def _show(self, builder: ExperimentBuilder, display: Display, summary: RunResult, ended_early: bool) -> None:
+        finished = Finished(self.launch, builder.config, str(self.store.run_dir), builder.drawable(), ended_early)
+        builder.show(display, summary, finished)
 
     def _begin_pace(self, settings: Limits, progress: Progress, origin: Origin, display: Display, team: Team) -> None:
         """Begin or continue the time budget, if there is one; every rank calls it."""
