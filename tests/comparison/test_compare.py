@@ -273,5 +273,6 @@ def test_real_runs_and_a_real_resume(tmp_path: Path, recipes: list[str]) -> None
 
 def test_a_folder_of_long_labels_has_a_short_name() -> None:
     names = [module.short_name(f"{'recipe_' * 60}{end}") for end in "ab"]
-    assert len({*names}) == 2 and max(map(len, names)) <= 140
+    assert len({*names}) == 2
+    assert max(map(len, names)) <= 140
     assert module.short_name("compare-cartpole_grpo-cartpole_ppo") == "compare-cartpole_grpo-cartpole_ppo"
