@@ -71,6 +71,15 @@ def test_a_training_writes_a_model_that_transformers_loads_and_says_what_to_do_n
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["held_out"]["loss"] > 0
+    for other, told in (
+        (["eval", run_dir], "is a reward model, which writes no answers: measure it with covey reward-model eval"),
+        (["sample", run_dir, "1+1="], "reward model, which writes no text: choose a causal language model, or name it"),
+        (["export", run_dir, place / "exported"], "reward model, which writes no text"),
+        (["show", run_dir], "has no rollouts: a training on examples samples none"),
+    ):
+        code, printed = covey(*other, cwd=place)
+        assert code == 2
+        assert told in printed.strip().splitlines()[-1]
 
     picture_file = place / f"{data}.png"
     code, said = covey(

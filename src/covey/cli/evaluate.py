@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli.options import MODEL, MOST_TOKENS, Command, Parser, number, option, temperature
 from covey.cli.train import check_data
 from covey.config import TASK_CONFIGS, ConfigError, ControlConfig, RunConfig, RunError, SamplingConfig
-from covey.config.fields import plural
+from covey.config.fields import command, plural
 from covey.config.files import user_path
 from covey.config.model_sources import CONFIG_FILE, find_origin, locate_model
 from covey.config.recipe import (
@@ -23,6 +23,7 @@ from covey.config.recipe import (
     split_overrides,
 )
 from covey.config.rules import validate
+from covey.config.sft import RewardModelTraining
 from covey.config.terminal import say
 from covey.tracking.run_folder import check_new_file
 
@@ -102,7 +103,11 @@ def _options(parser: Parser) -> None:
 def eval_command(arguments: argparse.Namespace, fields: list[str]) -> None:
     """`covey eval`."""
     origin = find_origin(arguments.model)
-    if origin is not None and root_of(read_tables(origin.run_dir / CONFIG_FILE)) is ControlConfig:
+    root = None if origin is None else root_of(read_tables(origin.run_dir / CONFIG_FILE))
+    if root is RewardModelTraining:
+        better = command("reward-model", "eval", arguments.model, "DATA.jsonl")
+        raise ConfigError(f"{arguments.model} is a reward model, which writes no answers: measure it with {better}")
+    if origin is not None and root is ControlConfig:
         named = user_path(arguments.model) / CONFIG_FILE  # the user's own path, because the advice repeats it
         evaluate_control(arguments, fields, named if named.is_file() else origin.run_dir / CONFIG_FILE)
         return

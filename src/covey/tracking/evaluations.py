@@ -14,6 +14,7 @@ from covey.tracking.run_reader import (
     Group,
     RunReader,
     conversation_turns,
+    kind_of_run,
     number,
     prompt_text,
     ranges,
@@ -22,7 +23,7 @@ from covey.tracking.run_reader import (
     table,
     text,
 )
-from covey.tracking.wording import ScoreKind
+from covey.tracking.wording import LOSS, ScoreKind
 
 Answers = dict[int, dict[str, Any]]  # of one evaluation at one token limit, by problem
 ORDERS = ("problem", "better", "worse")
@@ -232,7 +233,9 @@ def last_recorded(reader: RunReader) -> int:
     """
     steps = reader.rollout_steps()
     if not steps:
-        raise ConfigError(f"the run in {reader.run_dir} has no rollouts yet")
+        on_examples = kind_of_run(reader.config(), reader.summary())[1] == LOSS.name
+        why = ": a training on examples samples none" if on_examples else " yet"
+        raise ConfigError(f"the run in {reader.run_dir} has no rollouts{why}")
     return steps[-1]
 
 

@@ -22,11 +22,13 @@ from covey.config.model_sources import (
     locate_model,
     read_adapter_config,
 )
+from covey.config.sft import kind_of_class
 from covey.llm.model.architecture import is_llama_like, position_limit
 from covey.llm.model.chat import Chat, end_ids_of
 from covey.llm.model.files import (
     CAUSAL,
     GENERATION_FILE,
+    IMAGES,
     Family,
     WeightFiles,
     build,
@@ -166,6 +168,11 @@ def describe_model(folder: Path, name: str, family: Family | None = CAUSAL, *, h
     fields = read_model_config(folder / MODEL_CONFIG_FILE)
     family = family or family_of(fields)
     check_config(fields, name, family)
+    if family in (CAUSAL, IMAGES) and (scores := kind_of_class(fields)):
+        raise ConfigError(
+            f"model {name} is {scores.with_article}, which writes no text: choose a {family.noun}, or name it as a "
+            f'reward: [[rewards]] with model = "{name}"'
+        )
     check_tokenizer_files(folder, name)
     weights = read_weight_files(folder, name) if has_weights else None
     config = read_part(AutoConfig, folder, name)
