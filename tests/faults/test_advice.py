@@ -312,7 +312,7 @@ def test_advice_after_a_run_from_python(home: Path, capsys: pytest.CaptureFixtur
     given: dict[str, Any] = {"task": Arithmetic(digits=(1,)), "rewards": [longest]}
     assert covey.run(python_run(home, run_dir="by hand"), **given, recipe_name="mine")
     advised = commanded(capsys.readouterr().out)
-    assert advised.startswith("import covey; covey.resume('by hand', task=task, rewards=[longest], ")
+    assert advised == "import covey; covey.resume('by hand', task=task, rewards=[longest], limits={'steps': 4})"
     for verdict in ADVICE["language"]:
         run_dir = a_copy(Path("by hand"))
         call = commanded(after_training(finished(run_dir), ended(run_dir, verdict)))

@@ -234,7 +234,7 @@ class RunStore:
             {"environment": "CartPole-v1", "environment_steps": 98304, "episodes": 1210, "expected_return": 475.0}
 
         "expected_return" is null if the recipe has none. Of a training on examples ("score_kind": "loss") the score
-        is the held-out loss, without an interval, and "measured" has the other held-out measures.
+        is the held-out loss, without an interval, and "measured" has all held-out measures.
         """
         write_atomically(self.run_dir / SUMMARY_FILE, encode(summary, indent=2) + b"\n")
 
