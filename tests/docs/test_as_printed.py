@@ -293,7 +293,7 @@ def test_a_page_runs_as_printed(
         reader.programs(programs)
     trained = {word for words in reader.runs.values() for word in words}
     for block in blocks:
-        if block.kind == "toml":
+        if block.kind == "toml" and "vllm_python" not in block.text:  # that needs vLLM; test_pages.py reads it
             recipe = recipe_of(block, tmp_path)
             if recipe not in trained:
                 reader.train(["train", recipe])
