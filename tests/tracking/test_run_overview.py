@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from covey.tracking.run_overview import (
     result_text,
     size_text,
 )
+from covey.tracking.wording import LOSS
 from helpers.run_folders import add_checkpoint, control_run, language_run
 
 
@@ -113,6 +115,14 @@ def test_the_order_of_runs(tmp_path: Path) -> None:
     assert order("change") == "cba"
     assert order("step")[0] == "a"
     assert order("state")[2] == "a"
+
+
+def test_the_best_of_two_losses_is_the_lower_one(tmp_path: Path) -> None:
+    run = overview(language_run(tmp_path / "run"))
+    low, high = (replace(run, kind=LOSS, before={"score": 2.0}, after={"score": after}) for after in (1.0, 3.0))
+    unknown = replace(low, after=None)
+    for key in ("score", "change"):
+        assert sorted([unknown, high, low], key=SORT_KEYS[key]) == [low, high, unknown]
 
 
 def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:

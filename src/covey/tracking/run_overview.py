@@ -129,8 +129,8 @@ SORT_KEYS: dict[str, Callable[[RunOverview], Any]] = {
     "name": lambda run: str(run.path),
     "state": lambda run: list(RunState).index(run.state),
     "step": lambda run: -run.step,
-    "score": lambda run: -_score(run.after),
-    "change": lambda run: math.inf if run.change is None else -run.change,
+    "score": lambda run: _best_first(run, None if run.after is None else run.after["score"]),
+    "change": lambda run: _best_first(run, run.change),
     "size": lambda run: -run.bytes,
 }
 
@@ -236,8 +236,11 @@ def _whole(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _score(result: Mapping[str, Any] | None) -> float:
-    return -math.inf if result is None else float(result["score"])
+def _best_first(run: RunOverview, value: float | None) -> float:
+    """The key of an order with the best result first, a low one for losses, and an unknown one last."""
+    if value is None:
+        return math.inf
+    return value if run.kind is LOSS else -value
 
 
 def _began(run_dir: Path) -> float:
