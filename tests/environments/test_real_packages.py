@@ -15,7 +15,7 @@ import pytest
 import helpers
 from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import search_path
-from covey.llm.conversation.adapter import WrongEnvironment
+from covey.llm.conversation.adapter import Response, WrongEnvironment
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.runtime.variables import cache_folder
 from covey.runtime.worker.process import CallError
@@ -307,11 +307,51 @@ def test_taskset_stops_end_a_conversation(tasks: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("broken", "task SumTask scoring: KeyError: 'missing'"), ("rewrite", "changes earlier messages")],
+    [
+        ("broken", "task SumTask scoring: KeyError: 'missing'"),
+        ("rewrite", "changes earlier messages"),
+        ("tools", "the server of tools summing ended: OSError: no index"),
+    ],
 )
 def test_taskset_conversations_that_fail(tasks: Path, kind: str, message: str) -> None:
     with pytest.raises(CallError, match=message):
-        played(VERIFIERS, TAKE | {"task": {"kind": kind}}, ["4"], of_row(2))
+        played(VERIFIERS, TAKE | {"task": {"kind": kind}}, ["4"], of_row(11))
+
+
+HARNESS = """
+import httpx
+import verifiers.v1 as vf
+import summing
+
+class Sums(summing.SumsTaskset): pass
+
+class Twice(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": self.resolve_prompt(data)[1]}]
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(timeout=None, headers=headers) as client:
+            for _ in range(2):
+                body = {"model": ctx.model, "messages": messages}
+                reply = (await client.post(f"{endpoint}/chat/completions", json=body)).json()
+                messages += [reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["Sums", "Twice"]
+"""
+
+
+def test_taskset_with_a_harness_of_its_own(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tasks / "twice.py").write_text(HARNESS)
+    monkeypatch.syspath_prepend(tasks)
+    talk = Verifiers(id="twice", take=12)
+    row = talk.rows()["training"][3]
+    assert row["prompt"] == [{"role": "user", "content": "Be brief.\n\nWhat is 3 + 3?"}]
+    talk.reset(**row)
+    assert [talk.respond(text, []) for text in ("5", "6")] == [Response([], "Sure?"), Response([], done=True)]
+    assert (talk.score(), talk.metrics["right"]) == (1.0 + 4 / 8, 1.0)
+    talk.close()
 
 
 CRITIC = """

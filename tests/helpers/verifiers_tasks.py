@@ -14,6 +14,8 @@ class Sums(vf.Toolset[vf.ToolsetConfig, SumState]):
         self.n = self.calls = 0
 
     async def setup_task(self, task):
+        if task.n == 11:
+            raise OSError("no index")
         self.n = task.n
 
     @vf.tool

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import runpy
+import signal
+import socket
 import sys
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import verifiers.v1 as vf
 from verifiers.v1 import runtimes
@@ -62,6 +63,7 @@ class TasksetSource:
         self._loop, self._shared = asyncio.new_event_loop(), contextlib.AsyncExitStack()
         tools = self._shared.enter_async_context(environment.shared_tools())  # servers for all conversations
         environment.shared_tools = partial(contextlib.nullcontext, self._loop.run_until_complete(tools))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())  # its threads, before processes fork
 
     def row(self, task: Any) -> dict[str, Any]:
         fields = task.data.model_dump(mode="json", exclude={*vf.TaskData.model_fields} - {"idx", "id", "name"})
@@ -181,18 +183,20 @@ class Local(runtimes.SubprocessRuntime):
         if argv[:2] != [sys.executable, "-m"]:
             await super().run_background(argv, env, log)
             return
-        started = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(argv[2], self.process_env(env), self.workdir, log)
-        )
-        started.start()
-        self._servers = [*getattr(self, "_servers", ()), started]
-        while started.is_alive() and not os.path.exists(env["MCP_PORT_FILE"]):
+        server = os.fork()
+        if not server:
+            _serve(argv[2], self.process_env(env), self.workdir, log)
+        self._servers = {*getattr(self, "_servers", ()), server}
+        while not _listens(Path(env["MCP_PORT_FILE"])):  # the package looks once a second, and at an ended one as well
+            if os.waitpid(server, os.WNOHANG)[0]:
+                self._servers.remove(server)
+                raise vf.ToolsetError(f"the server of tools {argv[2]} ended: {(self.workdir / log).read_text()[-300:]}")
             await asyncio.sleep(0.01)
 
     async def teardown(self) -> None:
-        for started in getattr(self, "_servers", ()):
-            started.kill()
-            started.join()
+        for server in getattr(self, "_servers", ()):
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
         await super().teardown()
 
 
@@ -209,14 +213,24 @@ def _chat_program() -> Any:
     return core
 
 
-def _serve(module: str, env: dict[str, str], folder: Path, log: str) -> None:
-    """What `python -m module` does."""
-    os.chdir(folder)
-    os.closerange(3, 1 << 12)  # sockets of this conversation, whose end is that of its process alone
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    for name in [name for name in os.environ if "API_KEY" in name.upper()]:  # as the package does
-        del os.environ[name]
-    os.environ.update(env)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+def _listens(file: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError), socket.create_connection(("127.0.0.1", int(file.read_text()))):
+        return True
+    return False
+
+
+def _serve(module: str, env: dict[str, str], folder: Path, log: str) -> NoReturn:
+    """What `python -m module` does, in a fork of this process."""
+    try:
+        os.chdir(folder)
+        os.closerange(3, 1 << 12)  # sockets of this conversation, whose end is that of its process alone
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        for name in [name for name in os.environ if "API_KEY" in name.upper()]:  # as the package does
+            del os.environ[name]
+        os.environ.update(env)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except BaseException as error:
+        print(one_line(error), file=sys.stderr, flush=True)
+    os._exit(1)
