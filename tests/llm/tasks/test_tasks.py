@@ -538,6 +538,16 @@ def test_a_part_of_the_prompts_is_held_out_if_the_environment_has_none() -> None
     assert task.describe() == "it: 16 different prompts to train on, 4 held out (task.held_out_fraction = 0.2)"
 
 
+def test_rows_of_one_prompt_are_told_by_their_columns() -> None:
+    rows = [row | {"prompt": "Guess the word."} for row in ROWS]
+    task = EnvironmentRows({"training": rows, "held_out": []}, EnvironmentTaskConfig(held_out_fraction=0.2), "it")
+    held_out = {start.columns["number"] for start in task.held_out(100)}
+    assert len(held_out) == 4
+    assert {start.columns["number"] for start in task.draw(0, 1, 16)} == set(range(20)) - held_out
+    own = EnvironmentRows({"training": rows[:12], "held_out": rows[12:]}, EnvironmentTaskConfig(), "it")
+    assert {start.columns["number"] for start in own.held_out(100)} == set(range(12, 20))
+
+
 def test_prompts_that_cannot_be_used_are_refused() -> None:
     config = EnvironmentTaskConfig()
     with pytest.raises(ConfigError, match="it, held-out row 1: there is no 'prompt'"):

@@ -1,7 +1,8 @@
 """Tasks of conversations with an environment: its seeds, rows of a data file, games, and texts to search."""
 
+import json
 import random
-from typing import Any
+from typing import Any, cast
 
 from covey.config import (
     ConfigError,
@@ -14,7 +15,7 @@ from covey.config import (
 )
 from covey.data import Start
 from covey.llm.conversation.environments import guess_number, maze
-from covey.llm.data.rows import ONE_PROMPT, divide, row_of, stable_hash
+from covey.llm.data.rows import ONE_PROMPT, Row, divide, row_of, stable_hash
 from covey.llm.tasks.dataset import PromptDataset
 from covey.llm.tasks.generated import GIVE_UP_AFTER, GeneratedTask, Problem, checked
 
@@ -55,11 +56,20 @@ class EnvironmentSeeds:
         return Start(index=index, prompt=prompt, columns={"seed": seed})
 
 
+class _Problem(Row):
+    """A row that its columns tell from others."""
+
+    @property
+    def content(self) -> str:
+        return super().content + json.dumps(self.columns, sort_keys=True)
+
+
 class EnvironmentRows(PromptDataset):
     """The prompts that an environment brings; implements `covey.data.Task`.
 
     Without held-out prompts of its own, `held_out_fraction` of the prompts is held out, as in `PromptDataset`. A
-    training row whose prompt is held out is dropped.
+    training row whose prompt is held out is dropped. If all have one prompt, as in a game with a hidden word, rows with
+    different columns count as different prompts.
     """
 
     name = "environment"
@@ -80,6 +90,9 @@ class EnvironmentRows(PromptDataset):
             [row_of(f"{source}, {name} row {number}", row) for number, row in enumerate(prompts[side])]
             for side, name in (("training", "training"), ("held_out", "held-out"))
         )
+        if len({row.content for row in [*training, *held_out]}) == 1:
+            sides = (training, held_out)
+            training, held_out = ([cast(Row, _Problem(**vars(row))) for row in rows] for rows in sides)
         own = f"{source}, held-out rows" if held_out else ""
         self.config = DatasetConfig(source, held_out_path=own, held_out_fraction=config.held_out_fraction)
         one_prompt, fraction = ONE_PROMPT.format(path=source), config.held_out_fraction
