@@ -27,10 +27,11 @@ from covey.config.rules import validate_sft
 from covey.config.sft import SFTConfig
 from covey.data import Start
 from covey.experiment.llm import LLMBuilder
-from covey.experiment.problem import build_rollout_kind
+from covey.experiment.problem import build_rollout_kind, text_notes
 from covey.experiment.run import check, run
 from covey.experiment.sft import read_data
 from covey.llm.generation.local_generator import LocalGenerator
+from covey.llm.model.chat import Chat, TokenPrompt
 from covey.llm.model.loading import load_chat
 from covey.llm.policy import LanguagePolicy
 from covey.llm.sampler import LanguageSampler
@@ -39,7 +40,7 @@ from covey.tracking.run_reader import RunReader
 from covey.watch.rollouts import group_page
 from helpers import guessing
 from helpers.chat_models import tiny_chat
-from helpers.tiny_models import PAD, tiny_folder, tiny_model, tiny_tokenizer
+from helpers.tiny_models import CHAT_TEMPLATE, PAD, tiny_folder, tiny_model, tiny_tokenizer
 from helpers.tool_templates import UNMARKED, chat_with
 
 TOTAL = 20
@@ -142,6 +143,24 @@ def test_a_template_whose_calls_nothing_reads_is_refused_before_the_model_is_loa
     refused = pytest.raises(ConfigError, match="writes calls of tools in a format that covey cannot read")
     with closing(kind_of(guessing.Dice)) as kind, refused:
         kind.prompt_limit(chat, tiny_model().config, TOTAL, drop=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "told"),
+    [
+        ("Name a fruit.", CHAT_TEMPLATE, True),
+        ("Name a fruit.", None, False),
+        (f"Name a fruit.{PAD}", CHAT_TEMPLATE, False),  # rendered by the user
+        ([{"role": "user", "content": "Name a fruit."}], CHAT_TEMPLATE, False),
+        (TokenPrompt("Name", [5, 6]), CHAT_TEMPLATE, False),
+    ],
+)
+def test_a_text_for_a_chat_model_is_told(prompt: Any, template: str | None, told: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert (
+        any("without its chat template" in note for note in text_notes([prompt], Chat(tokenizer, frozenset()))) == told
+    )
 
 
 @pytest.mark.slow

@@ -304,7 +304,7 @@ class Problem:
         Args:
             chat: encodes the prompts.
             model_config: transformers' config of the model.
-            note: called with a line for the user about dropped prompts, and about those that a template has rendered.
+            note: called with a line for the user about dropped prompts, and with `text_notes`.
             training: if False, only held-out prompts are checked.
 
         Raises:
@@ -314,7 +314,7 @@ class Problem:
         tried = list(self.held_out)
         if isinstance(task, PromptDataset):
             tried += task.draw(config.seed, 1, sampling.prompts_per_step, first=0, before=0)
-        for line in rendered_notes((start.prompt for start in tried), chat):
+        for line in text_notes((start.prompt for start in tried), chat):
             note(line)
         drop = sampling.long_prompts == "drop"
         limit = self.kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
@@ -457,14 +457,21 @@ def opened_problem(config: RunConfig) -> Iterator[Problem]:
             yield problem
 
 
-def rendered_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
-    """A line about prompts that begin with the token which the tokenizer adds; [] if there is none."""
-    begin, count = chat.tokenizer.bos_token, sum(map(chat.begins_twice, prompts))
+def text_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
+    """Lines about prompts that are texts: rendered ones, to which the tokenizer adds its first token once more, and
+    plain ones for a model with a chat template.
+    """
+    tried = list(prompts)
+    begin, twice = chat.tokenizer.bos_token, sum(map(chat.begins_twice, tried))
+    unmarked = sum(map(chat.is_unmarked, tried))
     return [
-        f"{plural(count, 'prompt')} of those that were tried, rendered by a chat template, begin with {begin!r}, and "
+        f"{plural(twice, 'prompt')} of those that were tried, rendered by a chat template, begin with {begin!r}, and "
         "the tokenizer adds it, so the model reads it twice: take it out of the text, or give chat messages, which "
         "covey renders"
-    ] * bool(count)
+    ] * bool(twice) + [
+        f"{plural(unmarked, 'tried prompt')} {'is' if unmarked == 1 else 'are'} plain text, which the model continues without its "
+        'chat template; to ask it a question, give chat messages: [{"role": "user", "content": ...}]'
+    ] * bool(unmarked)
 
 
 def _shaping(config: RunConfig) -> list[WeightedReward]:

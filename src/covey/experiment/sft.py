@@ -32,7 +32,7 @@ from covey.experiment.advice import Launch
 from covey.experiment.algorithm import build_pace
 from covey.experiment.job import Experiment, begun
 from covey.experiment.models import divide_alone, load_policy, load_trainable
-from covey.experiment.problem import build_rollout_kind, opened_problem, rendered_notes, tools_of
+from covey.experiment.problem import build_rollout_kind, opened_problem, text_notes, tools_of
 from covey.experiment.supervised import SupervisedBuilder, build_trainer
 from covey.llm.data.rows import Split, encode_fitting, encode_split, hold_out
 from covey.llm.data.sft_examples import Example
@@ -128,7 +128,7 @@ def read_data(config: RunConfig, examples: Split[Example] | None = None) -> Data
     chat, model_config = load_chat(config.model)
     chat = chat.with_config(config.chat)
     examples = read_source(config) if examples is None else examples
-    notes = rendered_notes((example.prompt for example in (*examples.training, *examples.held_out)), chat)
+    notes = text_notes((example.prompt for example in (*examples.training, *examples.held_out)), chat)
     training, held_out = encode_split(
         examples,
         ExampleEncoder(chat, tools_of(config)).encode,

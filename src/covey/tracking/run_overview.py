@@ -129,7 +129,7 @@ SORT_KEYS: dict[str, Callable[[RunOverview], Any]] = {
     "name": lambda run: str(run.path),
     "state": lambda run: list(RunState).index(run.state),
     "step": lambda run: -run.step,
-    "score": lambda run: _best_first(run, run.after and run.after["score"]),
+    "score": lambda run: _best_first(run, None if run.after is None else run.after["score"]),
     "change": lambda run: _best_first(run, run.change),
     "size": lambda run: -run.bytes,
 }
@@ -237,7 +237,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _best_first(run: RunOverview, value: float | None) -> float:
-    """The key of an order in which the best result is first and an unknown one last. A loss is better if it is lower."""
+    """The key of an order with the best result first, a low one for losses, and an unknown one last."""
     if value is None:
         return math.inf
     return value if run.kind is LOSS else -value

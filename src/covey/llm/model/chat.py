@@ -133,8 +133,16 @@ class Chat:
         and the tokenizer adds the token once more.
         """
         begin, id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
-        is_text = isinstance(prompt, str) and not isinstance(prompt, TokenPrompt)
-        return is_text and begin is not None and prompt.startswith(begin) and self.encode(prompt)[:2] == (id, id)
+        begins = _is_text(prompt) and begin is not None and prompt.startswith(begin)
+        return begins and self.encode(prompt)[:2] == (id, id)
+
+    def is_unmarked(self, prompt: Any) -> bool:
+        """True if a prompt is a text without special tokens, and the model has a chat template, which adds some."""
+        return (
+            bool(self.tokenizer.chat_template)
+            and _is_text(prompt)
+            and not any(token in prompt for token in self.tokenizer.all_special_tokens)
+        )
 
     def encode_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat that ends with the model's answer, by the model's chat template.
@@ -261,6 +269,10 @@ class Chat:
         specials = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         has_some = any(token in marks[0][0] for token in specials)
         return marks, re.compile("|".join(map(re.escape, specials))) if has_some else None
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) and not isinstance(prompt, TokenPrompt)
 
 
 def _for_template(message: Message) -> dict[str, Any]:
