@@ -27,9 +27,6 @@ OURS := covey covey-cluster covey-environments covey-vllm
 # allowed to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Suites with packages or a machine of their own, which `make test` and `make test-slow` leave to the targets below.
-NOT_ELSEWHERE := not mutants and not scale and not trackers and not environments and not gpu and not site
-
 .PHONY: help train test test-slow mutants lint bench oracle lowest gpu scale arm trackers environments wheel packages docs docs-test lock size release-check clean
 
 help:
@@ -87,7 +84,7 @@ train: $(STAMP)
 
 test: $(VENV)/triton
 	@echo "The tests without the slow ones: about four minutes on two cores"
-	@$(BIN)/python -m pytest -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 mutants: $(VENV)/triton
 	@echo "The mutants, one of $(SHARE) shares: all take about half an hour on two cores"
@@ -99,8 +96,8 @@ test-slow: SLOW := --share $(SHARE) --timeout 1800
 test-slow: $(VENV)/triton
 	@echo "The slow tests, one of $(SHARE) shares: all take some hours on two cores"
 	@trap "exit 130" INT; status=0; \
-		$(BIN)/python -m pytest -m "slow and not alone and $(NOT_ELSEWHERE)" $(SLOW) -n $(WORKERS) --dist loadscope || status=$$?; \
-		$(BIN)/python -m pytest -m "slow and alone and $(NOT_ELSEWHERE)" $(SLOW) || test $$? = 5 || status=1; \
+		$(BIN)/python -m pytest -m "slow and not alone" $(SLOW) -n $(WORKERS) --dist loadscope || status=$$?; \
+		$(BIN)/python -m pytest -m "slow and alone" $(SLOW) || test $$? = 5 || status=1; \
 		exit $$status
 
 wheel: $(STAMP)
@@ -187,7 +184,7 @@ $(LOWEST)/lowest-installed: $(VENV)/triton tests/helpers/lowest.lock
 
 # Packages of different ages warn of each other: matplotlib 3.9 of the names that it imports from pyparsing.
 lowest: $(LOWEST)/lowest-installed
-	@$(LOWEST)/bin/python -m pytest -W ignore::DeprecationWarning -m "not slow and $(NOT_ELSEWHERE)" -n $(WORKERS) --dist worksteal
+	@$(LOWEST)/bin/python -m pytest -W ignore::DeprecationWarning -m "not slow" -n $(WORKERS) --dist worksteal
 
 $(DOCS)/docs-installed: $(STAMP) docs/site/docs.lock
 	$(call beside_venv,$(DOCS),docs/site/docs.lock,Sphinx)

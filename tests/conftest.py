@@ -35,6 +35,8 @@ settings.register_profile("tests", derandomize=True, deadline=None, database=Non
 settings.register_profile("explicit", settings.get_profile("tests"), phases=[Phase.explicit])
 settings.load_profile("tests")
 
+# Suites with packages or a machine of their own, and the mutants, which take half an hour: `-m` must name the mark.
+BY_NAME = ("mutants", "scale", "trackers", "environments", "gpu", "site")
 UNWATCHED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is set when torch first needs its compiler
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD]  # SIGALRM is pytest-timeout's
 
@@ -46,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`sampled(n)`: the first of every n cases are quick, the others slow. `--share`: a part of the slow ones."""
+    """BY_NAME; `sampled(n)`: the first of every n cases are quick, the others slow; `--share`: a part of the slow."""
+    unnamed = [mark for mark in BY_NAME if mark not in config.option.markexpr]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, unnamed))]
     slow: dict[str, list[pytest.Item]] = {}
     cases: Counter[str] = Counter()
     for item in items:

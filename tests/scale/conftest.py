@@ -2,22 +2,9 @@
 results.
 """
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from helpers.vllm_servers import FIGURES
-
-HERE = Path(__file__).parent
-LIMIT_SECONDS = 3600
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.scale)
-            item.add_marker(pytest.mark.timeout(LIMIT_SECONDS))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
@@ -25,6 +26,8 @@ from helpers.vllm_servers import (
     running,
     tiny_vllm_folder,
 )
+
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
 
 END = frozenset({1})
 OPTIONS = {"slots": 16, "max_model_len": 256, "eager": True, "threads": 1}

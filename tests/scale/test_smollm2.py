@@ -22,6 +22,8 @@ from covey.llm.remote.proof import mean_gap, probe
 from covey.llm.remote.weights import FileTransport, gathered
 from helpers.vllm_servers import RunningVllm, change, gaps, read, record, requests_for, running, spans
 
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
+
 OPTIONS = {"slots": 64, "max_model_len": 512}
 TOPICS = (
     "apples", "pears", "plums", "grapes", "figs", "dates", "limes", "kiwis", "nuts", "seeds", "leaves", "roots",

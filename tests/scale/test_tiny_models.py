@@ -47,6 +47,8 @@ from helpers.vllm_servers import (
     workers_of,
 )
 
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(3600)]
+
 VOCABULARY = len(CHARACTERS) + 3
 END = frozenset({1})
 OPTIONS = {"slots": 16, "max_model_len": 1024, "eager": True, "threads": 1}
