@@ -345,7 +345,7 @@ FAULTS = {
     "infinite": (lambda asked: asked.say("1e999"), "could not be read: the score inf is not finite"),
     "out of range": (lambda asked: asked.say("7"), "could not be read: the score 7 is outside"),
     "cut": (lambda asked: asked.say("0.", "length"), "could not be read: the reply was cut"),
-    "cut in the reasoning": (lambda asked: asked.say(None, "length"), "got no text: .* raise max_tokens in judge_request$"),
+    "cut in the reasoning": (lambda asked: asked.say(None, "length"), "got no text: .* raise max_tokens in"),
     "long": (lambda asked: asked.say("Sorry. " * 99 + "No\nscore."), r"should be; the reply: '\.\.\..* No score\.'$"),
 }
 
