@@ -469,8 +469,8 @@ def text_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
         "the tokenizer adds it, so the model reads it twice: take it out of the text, or give chat messages, which "
         "covey renders"
     ] * bool(twice) + [
-        f"{plural(unmarked, 'tried prompt')} {'is' if unmarked == 1 else 'are'} plain text, which the model continues without "
-        'its chat template; to ask it a question, give chat messages: [{"role": "user", "content": ...}]'
+        f"{plural(unmarked, 'tried prompt')} {'is' if unmarked == 1 else 'are'} plain text, which the model continues "
+        'without its chat template; to ask it a question, give chat messages: [{"role": "user", "content": ...}]'
     ] * bool(unmarked)
 
 
