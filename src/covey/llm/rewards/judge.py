@@ -452,9 +452,7 @@ MOST_OBJECTS = 200  # opening braces of a reply at which a JSON object is looked
 # A comma separates thousands; "0,8" is refused, because it may be a decimal comma or a list.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = rf"(?<![\w.])(?<![0-9],)[-+−]?(?:{_DIGITS})(?:[eE][-+]?[0-9]+)?(?!\w|[.,][0-9])"
-_SCORE = re.compile(
-    rf"(?P<number>{_NUMBER})(?:(?P<percent>\s?%)|\s*\(?(?:/|out of\b|of\b)\s*(?P<scale>{_NUMBER})\)?)?"
-)
+_SCORE = re.compile(rf"(?P<number>{_NUMBER})(?:(?P<percent>\s?%)|\s*\(?(?:/|out of\b|of\b)\s*(?P<scale>{_NUMBER})\)?)?")
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')  # without a group, a backslash that JSON does not allow
 _EMPHASIS = re.compile(r"[*`]")
 _CUT = "was cut at its token limit: raise max_tokens in judge_request"
