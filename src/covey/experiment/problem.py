@@ -470,7 +470,8 @@ def text_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
         "covey renders"
     ] * bool(twice) + [
         f"{plural(unmarked, 'tried prompt')} {'is' if unmarked == 1 else 'are'} plain text, which the model continues "
-        'without its chat template; to ask it a question, give chat messages: [{"role": "user", "content": ...}]'
+        "without its chat template; to ask it a question, name the column 'question', or give chat messages: "
+        '[{"role": "user", "content": ...}]'
     ] * bool(unmarked)
 
 
