@@ -151,9 +151,9 @@ def test_what_the_hub_does_not_have_is_one_line(server: type[FakeHub], config: D
         (DatasetConfig("hub:a/b:c"), "write 'hub:a/b:c' as hub:NAME"),
         (DatasetConfig("hub:a/b", held_out_split="test", held_out_path="x"), "are both set"),
         (DatasetConfig("hub:a/b", split="train[:10%]"), r"task.split is 'train\[:10%\]': only a whole split is read"),
-        (DatasetConfig("hub:a/b", held_out_split="test+dev"), "task.held_out_split is 'test[+]dev': only a whole split"),
+        (DatasetConfig("hub:a/b", held_out_split="test+dev"), "held_out_split is 'test[+]dev': only a whole split"),
         (DatasetConfig("hub:a/../b"), "'a/../b' is not a name of the hub"),
-        (DatasetConfig("hub:a/b", columns=("prompt",)), "an entry is NEW = OLD"),
+        (DatasetConfig("hub:a/b", columns=("prompt",)), "each is NEW = OLD"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused_before_the_hub_is_asked(config: DatasetConfig, why: str) -> None:

@@ -144,7 +144,7 @@ class DatasetConfig(Table):
         for entry in self.columns:
             new, equals, old = (part.strip() for part in entry.partition("="))
             if not (new and equals and old) or new in found:
-                raise ConfigError(f"task.columns has {entry!r:.80}: an entry is NEW = OLD, such as 'question = problem'")
+                raise ConfigError(f"task.columns has {entry!r:.80}: each is NEW = OLD, such as 'question = problem'")
             found[new] = old
         return found
 
