@@ -105,7 +105,10 @@ def test_teachers_of_every_kind(
         (TeacherConfig("other"), "other has another tokenizer than the policy: 'ab', number"),
         (TeacherConfig("policy", prompt="{anwser}"), "teacher.prompt has {anwser}, but there is only {prompt}, "),
         (TeacherConfig("policy", prompt="a" * 300), "for the teacher, a prompt of 3"),
-        (TeacherConfig("short"), "for the teacher, a prompt of 43 tokens and max_new_tokens = 4 exceed the model's 16 pos"),
+        (
+            TeacherConfig("short"),
+            "for the teacher, a prompt of 43 tokens and max_new_tokens = 4 exceed the model's 16 pos",
+        ),
     ],
 )
 def test_unfit_teachers_are_refused_before_weights_are_read(
