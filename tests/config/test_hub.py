@@ -45,7 +45,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fak
         },
     )  # fmt: skip
     own = write(tmp_path / "own", {"main/train-00000-of-00002.parquet": 2, "main/train-00001-of-00002.parquet": 2})
+    folders = write(tmp_path / "folders", {"train/0000.parquet": 2, "train/0001.parquet": 2, "data/hard/0.parquet": 1})
     repositories = {
+        "datasets/someone/folders": {"main": folders},
         "datasets/someone/sums": {"main": tmp_path / "none", hub.CONVERTED: converted},
         "datasets/someone/own": {"main": own},
         "datasets/someone/text": {"main": tmp_path / "none"},
@@ -80,6 +82,8 @@ def test_a_subset_and_a_repository_s_own_files(server: type[FakeHub]) -> None:
     assert data.as_posix().endswith("hard/train/0000.parquet")
     training, held_out = questions(replace(SUMS, path="hub:someone/own", held_out_fraction=0.25))
     assert len(training + held_out) == 4
+    for split, files in (("train", 2), ("hard", 1)):
+        assert len(hub.hub_files(hub.HubData("someone/folders", "", split))) == files
 
 
 def test_a_resumed_run_reads_the_version_that_it_began_with(
@@ -146,8 +150,10 @@ def test_what_the_hub_does_not_have_is_one_line(server: type[FakeHub], config: D
         (DatasetConfig("data.jsonl", split="test"), "task.split is for a data set of the hub"),
         (DatasetConfig("hub:a/b:c"), "write 'hub:a/b:c' as hub:NAME"),
         (DatasetConfig("hub:a/b", held_out_split="test", held_out_path="x"), "are both set"),
+        (DatasetConfig("hub:a/b", split="train[:10%]"), r"task.split is 'train\[:10%\]': only a whole split is read"),
+        (DatasetConfig("hub:a/b", held_out_split="test+dev"), "held_out_split is 'test[+]dev': only a whole split"),
         (DatasetConfig("hub:a/../b"), "'a/../b' is not a name of the hub"),
-        (DatasetConfig("hub:a/b", columns=("prompt",)), "an entry is NEW = OLD"),
+        (DatasetConfig("hub:a/b", columns=("prompt",)), "each is NEW = OLD"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused_before_the_hub_is_asked(config: DatasetConfig, why: str) -> None:

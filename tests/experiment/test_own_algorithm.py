@@ -141,6 +141,19 @@ def surrogate(value: Callable[..., Any]) -> Algorithm:
     return replace(MINE, surrogate=value)
 
 
+def test_an_advantage_with_a_network_of_its_own_is_a_constant_of_the_loss() -> None:
+    """Its graph would be freed by the first minibatch, and its gradient would reach the network."""
+    scale = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(scale.weight)
+
+    def scaled(batch: Batch) -> Advantages:
+        return Advantages(scale(grpo().advantage(batch).advantages_BT[..., None])[..., 0])
+
+    config = replace(CONTROL, update=covey.ControlUpdateConfig(epochs=2, minibatches=2))
+    assert measured(config, advantage(scaled)) == measured(config, MINE)
+    assert scale.weight.grad is None
+
+
 def raises(batch: Batch) -> Advantages:
     raise KeyError("no such thing")
 

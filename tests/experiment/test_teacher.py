@@ -25,7 +25,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     words = ["ab"]
     tiny_model(vocab_size=len(tiny_tokenizer(words).get_vocab())).save_pretrained(place / "other")
     tiny_tokenizer(words).save_pretrained(place / "other")
-    return found | {"other": str(place / "other")}
+    tiny_model(max_position_embeddings=16).save_pretrained(place / "short")
+    tiny_tokenizer().save_pretrained(place / "short")
+    return found | {name: str(place / name) for name in ("other", "short")}
 
 
 @pytest.fixture(autouse=True)
@@ -103,13 +105,19 @@ def test_teachers_of_every_kind(
         (TeacherConfig("other"), "other has another tokenizer than the policy: 'ab', number"),
         (TeacherConfig("policy", prompt="{anwser}"), "teacher.prompt has {anwser}, but there is only {prompt}, "),
         (TeacherConfig("policy", prompt="a" * 300), "for the teacher, a prompt of 3"),
+        (
+            TeacherConfig("short"),
+            "for the teacher, a prompt of 43 tokens and max_new_tokens = 4 exceed the model's 16 pos",
+        ),
     ],
 )
 def test_unfit_teachers_are_refused_before_weights_are_read(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch, teacher: TeacherConfig, message: str
 ) -> None:
     monkeypatch.setattr(llm, "load_policy", None)  # would fail
-    policy, named = (models["other"], models["llama"]) if teacher.model == "other" else (models["llama"], teacher.model)
+    policy, named = models["llama"], models.get(teacher.model, teacher.model)
+    if teacher.model == "other":
+        policy, named = named, policy
     with pytest.raises(ConfigError) as refused:
         covey.run(a_run(policy, replace(teacher, model=named)))
     assert message.replace("other", "llama", 1) in str(refused.value)

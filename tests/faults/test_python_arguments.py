@@ -118,7 +118,7 @@ def test_a_task_of_covey_is_taken_as_it_is() -> None:
     ("task", "told"),
     [
         (["a", "b"], "task[0] is of type str: give dicts"),
-        ([{"prompt": "a"}, {"text": "b"}], "task[1]: there is no 'prompt'; rename the column that holds it"),
+        ([{"prompt": "a"}, {"text": "b"}], "task[1]: there is no 'prompt' and no 'question' (columns: 'text'); rename"),
         ([{"prompt": "a"}, {"prompt": ""}], "task[1]: 'prompt' is empty"),
         ([{"prompt": "a", "completions": 1}], "task[0]: the column name 'completions' is reserved"),
         (

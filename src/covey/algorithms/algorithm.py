@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from covey.algorithms.advantages import AdvantageEstimator
+from covey.algorithms.advantages import AdvantageEstimator, Advantages
 from covey.algorithms.kl_penalty import KLPenalty
 from covey.core import covariance, kl, loss_weights, policy_losses, ratios, returns
 from covey.data import Batch, PolicyOutput
@@ -158,6 +158,11 @@ class Algorithm:
     def needs_critic(self) -> bool:
         """True if there is a value loss."""
         return self.value_loss is not None
+
+    @torch.no_grad()
+    def advantages(self, batch: Batch) -> Advantages:
+        """Advantages of a batch, and a critic's targets: constants of the loss, whatever they are computed with."""
+        return self.advantage(batch)
 
     def loss(self, output: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:
         """Loss of the policy: a weighted sum over decisions.

@@ -21,9 +21,10 @@ from covey.config.model_sources import HUB_NAME
 ANSWER_SECONDS = 8.0  # deadline of the hub's answer; a download itself has none
 DATA = "hub:"  # begins the name of a data set
 CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps every public data set as SUBSET/SPLIT/*.parquet
-# Subset and split of a file of that branch, and of a repository's own: main/train-00000-of-00002.parquet.
+# Subset and split of a file of that branch, and of a repository's own: main/train-00000-of-00002.parquet or
+# main/train/0000.parquet.
 _CONVERTED_PARQUET = re.compile(r"([^/]+)/([^/]+)/[^/]+\.parquet")
-_OWN_PARQUET = re.compile(r"(?:(?:.*/)?([^/]+)/)?([A-Za-z]\w*)[^/]*\.parquet")
+_OWN_PARQUET = re.compile(r"(?:(?:.*/)?([^/]+)/)?(?:([A-Za-z]\w*)[^/]*|([^/]+)/[0-9][^/]*)\.parquet")
 
 Answer = TypeVar("Answer")
 
@@ -267,7 +268,7 @@ def _tables(files: Iterable[str], revision: str) -> dict[tuple[str, str], list[s
     pattern = _CONVERTED_PARQUET if revision == CONVERTED else _OWN_PARQUET
     for match in filter(None, map(pattern.fullmatch, sorted(files))):
         subset = "default" if match[1] in (None, "data") else match[1]
-        tables.setdefault((subset, match[2]), []).append(match[0])
+        tables.setdefault((subset, match[2] or match[3]), []).append(match[0])
     return tables
 
 

@@ -1,5 +1,6 @@
 """The [task] tables of a recipe for a language model."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -111,7 +112,7 @@ class DatasetConfig(Table):
     split: str = config_field("train", "of a data set of the hub: the split to train on")
     held_out_split: str = config_field("", "of a data set of the hub: the split to evaluate on, in place of a fraction")
     columns: tuple[str, ...] = config_field(
-        (), "columns that get the names that rewards expect, each as NEW = OLD: prompt = problem, answer = solution"
+        (), "columns that get the names that rewards expect, each as NEW = OLD: question = problem, answer = solution"
     )
     held_out_path: str = config_field("", "such a file of held-out prompts; empty takes held_out_fraction of `path`")
     held_out_fraction: float = config_field(
@@ -143,7 +144,7 @@ class DatasetConfig(Table):
         for entry in self.columns:
             new, equals, old = (part.strip() for part in entry.partition("="))
             if not (new and equals and old) or new in found:
-                raise ConfigError(f"task.columns has {entry!r:.80}: an entry is NEW = OLD, such as 'prompt = problem'")
+                raise ConfigError(f"task.columns has {entry!r:.80}: each is NEW = OLD, such as 'question = problem'")
             found[new] = old
         return found
 
@@ -154,6 +155,9 @@ class DatasetConfig(Table):
                     yield Fault(f'task.{item.name} is for a data set of the hub, path = "hub:NAME": remove {item.name}')
         elif ":" in self.path.removeprefix(DATA):
             yield Fault(f"task.path: write {self.path!r:.80} as hub:NAME, and the rest in task.subset and task.split")
+        for name in ("split", "held_out_split"):
+            if re.search(r"[\[\]:+]", split := getattr(self, name)):
+                yield Fault(f"task.{name} is {split!r:.80}: only a whole split is read, so name one, such as 'train'")
         if self.held_out_split and self.held_out_path:
             yield Fault("task.held_out_split and task.held_out_path are both set: give one of them")
 

@@ -144,22 +144,23 @@ class LLMBuilder(ExperimentBuilder):
         """
         if not self._prompts_fit:
             try:
-                self.problem = self.problem.fit(chat, model_config, lambda line: self._note(line))
-                self._check_teacher(chat, model_config)
+                self._fit_to(chat, model_config)
             except ConfigError:
                 self.close()
                 raise
             self._prompts_fit = True
         return self.problem
 
-    def _check_teacher(self, chat: Chat, model_config: Any) -> None:
-        """Compare the tokens of a teacher, if it is on this machine, and try its prompts."""
-        teacher, models = self.config.teacher, [model_config]
+    def _fit_to(self, chat: Chat, model_config: Any) -> None:
+        """Fit the prompts to the policy and to a teacher, whose tokens are compared if it is on this machine."""
+        teacher, of_teacher = self.config.teacher, None
         if teacher.is_own_model and (found := find_chat(teacher.model)) is not None:
             check_tokens(chat, found[0], teacher.model)
-            models.append(found[1])
+            of_teacher = found[1]
+        same = None if teacher.prompt else of_teacher  # reads the same prompts
+        self.problem = self.problem.fit(chat, model_config, lambda line: self._note(line), teacher=same)
         if teacher.prompt:
-            self.problem.check_teacher(chat, models)
+            self.problem.check_teacher(chat, [model_config, *filter(None, [of_teacher])])
 
     @property
     def score_kind(self) -> str:

@@ -296,7 +296,7 @@ class Problem:
             shown += [read, *printable(text).split("\n"), ""]
         return shown
 
-    def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True) -> Problem:
+    def fit(self, chat: Chat, model_config: Any, note: Note, *, training: bool = True, teacher: Any = None) -> Problem:
         """The problem without prompts that are too long for the model.
 
         With `sampling.long_prompts` = "drop" long prompts are removed, else they are errors.
@@ -306,6 +306,7 @@ class Problem:
             model_config: transformers' config of the model.
             note: called with a line for the user about dropped prompts, and with `text_notes`.
             training: if False, only held-out prompts are checked.
+            teacher: transformers' config of a teacher that reads the same training prompts.
 
         Raises:
             ConfigError: naming the first prompt that is too long; a line of a file by its number.
@@ -319,6 +320,7 @@ class Problem:
         drop = sampling.long_prompts == "drop"
         limit = self.kind.prompt_limit(chat, model_config, config.rollout_limit, drop=drop)
         evaluated = replace(limit, max_new_tokens=max(config.rollout_limit, *config.evaluation.token_limits, 0))
+        limit = replace(limit, teacher=teacher)
         if isinstance(task, PromptDataset):
             task.keep_fitting(limit if training else None, evaluated)
             return replace(self, held_out=task.held_out(config.evaluation.problems))
@@ -470,7 +472,8 @@ def text_notes(prompts: Iterable[Any], chat: Chat) -> list[str]:
         "covey renders"
     ] * bool(twice) + [
         f"{plural(unmarked, 'tried prompt')} {'is' if unmarked == 1 else 'are'} plain text, which the model continues "
-        'without its chat template; to ask it a question, give chat messages: [{"role": "user", "content": ...}]'
+        "without its chat template; to ask it a question, name the column 'question', or give chat messages: "
+        '[{"role": "user", "content": ...}]'
     ] * bool(unmarked)
 
 

@@ -434,9 +434,9 @@ def _fault_of(reward: WeightedReward, row: DataRow | Start, known: dict[Any, str
     column, *_ = reward.gold
     if columns.get(column) is None:
         if column in columns:
-            return f"the column {column!r} is null"
+            return f"the column {column!r} is null; remove the row"
         there = ", ".join(map(shortened, list(columns)[:8])) or "none"
-        return f"there is no column {column!r} (columns: {there}); name another in [[rewards]], or remove the row"
+        return f"there is no column {column!r} (columns: {there}); give it the name in task.columns, or remove the row"
     values = tuple(map(columns.get, reward.gold))
     key = values if set(map(type, values)) <= {str} else repr(values)  # 1 and True are equal, as keys too
     if key not in known:

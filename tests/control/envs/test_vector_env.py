@@ -295,7 +295,18 @@ def test_a_broken_environment_is_named() -> None:
 
     gym.registry.pop("covey-tests/Odd-v0", None)
     gym.register("covey-tests/Odd-v0", entry_point=entry)
-    with pytest.raises(ConfigError, match=r"could not be made: OSError: no licence$"):
+    with pytest.raises(ConfigError, match=r"could not be made: OSError: no licence \(test_vector_env\.py line \d+\)$"):
+        check_environment(EnvironmentConfig(id="covey-tests/Odd-v0"))
+
+
+def test_an_environment_that_needs_an_argument_says_where_to_give_it() -> None:
+    class Maze(counting_environment.Counting):
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    gym.registry.pop("covey-tests/Odd-v0", None)
+    gym.register("covey-tests/Odd-v0", entry_point=Maze)
+    with pytest.raises(ConfigError, match=r"missing 1 .* argument: 'size': give it where .* kwargs=\{\.\.\.\}\)$"):
         check_environment(EnvironmentConfig(id="covey-tests/Odd-v0"))
 
 

@@ -181,7 +181,7 @@ def test_dates_and_decimals_become_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([{"text": "x", "y": 1}], r"row 1: there is no 'prompt'; rename .* \(columns: 'text', 'y'\)"),
+        ([{"text": "x", "y": 1}], r"row 1: there is no 'prompt' and no 'question' \(columns: 'text', 'y'\)"),
         ([{"prompt": "p"}, {"prompt": " "}], "row 2: 'prompt' is empty"),
         ([{"prompt": "p"}, {"prompt": None}], "row 2: 'prompt' must be a string .*, this is null"),
         ([{"prompt": 5}], "row 1: 'prompt' must be a string or a list of chat messages, this is a number"),

@@ -46,6 +46,7 @@ def reader(low: float = 0.0, high: float = 10.0, **how: Any) -> ScoreReader:
         ("8/10", 8.0),
         ("**8**/10", 8.0),
         ("I give it 9 out of 10.", 9.0),
+        ("I give it an 8 (out of 10).", 8.0),
         ("Score: `7.25`.", 7.25),
         ("1e0", 1.0),
         (".5", 0.5),
@@ -97,6 +98,20 @@ def test_a_reply_that_was_cut_has_no_last_number_but_may_have_a_word() -> None:
     assert reader(words={"yes": 1.0, "no": 0.0}).read("yes", cut=True) == 1.0
 
 
+def test_what_a_judge_only_thinks_is_no_score() -> None:
+    draft = '<think>\nAt first sight {"score": 3, "scores": [1, 2]} is good'
+    for one in (reader(field="score"), reader(words={"good": 1.0})):
+        with pytest.raises(UnreadableReply, match="raise max_tokens in judge_request"):
+            one.read(draft, cut=True)
+        with pytest.raises(UnreadableReply):
+            one.read(f"{draft}</think>\nI cannot tell.")
+    assert reader(field="score").read(draft + '</think>{"why": "<think></think>", "score": 4}') == 4.0
+    one = reader(field="scores")
+    assert "raise max_tokens" in one.read_list(draft, 2, order=False)[1]
+    assert one.read_list(draft + '</think>{"scores": ["3", 4]}', 2, order=False) == ([3.0, 4.0], "")
+    assert one.read_list(draft + '</think>{"scores": ["2", 1]}', 2, order=True) == ([0.0, 10.0], "")
+
+
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
@@ -129,6 +144,8 @@ def test_a_pattern_that_finds_more_than_a_number_is_refused() -> None:
         ('```json\n{"reason": "as {x} shows", "score": 7.5}\n```', 7.5),
         ('{"score": 1} and later {"score": "9/10"}', 9.0),
         ('{"score": true}', 1.0),
+        ('{"reason": "two\nlines of \\(x\\), \\sqrt and \\underline", "score": 7}', 7.0),
+        (r'{"reason": "\"7\" and C:\\", "sc\u006fre": 7}', 7.0),
         ('{"score": null}', None),
         ('{"score": NaN}', None),
         ('{"score": 1e999}', None),
@@ -328,6 +345,8 @@ FAULTS = {
     "infinite": (lambda asked: asked.say("1e999"), "could not be read: the score inf is not finite"),
     "out of range": (lambda asked: asked.say("7"), "could not be read: the score 7 is outside"),
     "cut": (lambda asked: asked.say("0.", "length"), "could not be read: the reply was cut"),
+    "cut in the reasoning": (lambda asked: asked.say(None, "length"), "got no text: .* raise max_tokens in"),
+    "long": (lambda asked: asked.say("Sorry. " * 99 + "No\nscore."), r"should be; the reply: '\.\.\..* No score\.'$"),
 }
 
 
@@ -418,7 +437,7 @@ def test_a_pattern_that_needs_exponential_time_costs_its_own_reply(build) -> Non
     with JudgeServer(answer) as server:
         one = build(server, judge_pattern="^((?:a|aa)+)$", judge_words=("aa = 1",), timeout_seconds=1.0)
         errors = errors_of(one, [group("odd", "even", answer="x")])
-    assert errors == ["could not be read: judge_pattern took longer than 1 s", ""]
+    assert errors == [f"could not be read: judge_pattern took longer than 1 s; the reply: '{'a' * 40}!'", ""]
 
 
 def test_localhost_is_found_at_any_of_its_addresses(build) -> None:
@@ -733,7 +752,7 @@ def test_the_places_of_completions_are_random_and_repeatable(build) -> None:
         ('{"scores": [1, 2, 1%s]}' % ("0" * 400), False, "the score is too large"),
         ('{"scores": [1, 2, 2]}', True, "is not an order of the numbers 1 to 3"),
         ('{"scores": [0, 1, 2]}', True, "is not an order of the numbers 1 to 3"),
-        ('{"scores": [1, 2, "3"]}', True, "is not an order of the numbers 1 to 3"),
+        ('{"scores": [1, 2, "three"]}', True, "is not an order of the numbers 1 to 3"),
         ('{"scores": [1, 2, 3', True, "no JSON object with a list of 3 in 'scores'"),
     ],
 )
@@ -797,8 +816,8 @@ def test_the_dry_run_asks_and_reports_a_fault_in_one_line(build) -> None:
     with JudgeServer(lambda asked: asked.say("hello")) as server, pytest.raises(ConfigError) as caught:
         build(server).check(starts)
     assert str(caught.value) == (
-        "reward 'judge' could not be read: there is no number where the score should be, in a dry run on the right "
-        "answer"
+        "reward 'judge' could not be read: there is no number where the score should be; the reply: 'hello', in a dry "
+        "run on the right answer"
     )
     with pytest.raises(ConfigError, match=r"has \{answer\} in its question, but there is only \{prompt\}, \{compl"):
         build("http://127.0.0.1:9").check([Start(index=0, prompt="p", columns={})])

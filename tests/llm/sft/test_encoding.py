@@ -59,6 +59,18 @@ def test_a_text_is_completed_by_its_tokens_and_an_end_token():
     assert again == encoded, "an end token that is there already is not appended"
 
 
+def test_questions_and_messages_of_sharegpt_are_those_of_their_chat() -> None:
+    whole = examples_of({"messages": [QUESTION, ANSWER]})
+    asked, answered = QUESTION["content"], ANSWER["content"]
+    assert examples_of({"prompt": None, "question": asked, "answer": answered}, completion_column="answer") == whole
+    turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
+    assert examples_of({"conversations": turns}, messages_column="conversations") == whole
+    (found,) = examples_of({"messages": [{"from": "system", "value": "Add."}, *turns]})
+    assert found.prompt == ({"role": "system", "content": "Add."}, QUESTION)
+    with pytest.raises(ConfigError, match=r"row 1: message 1 of 'messages' needs a 'content' that is a string"):
+        examples_of({"messages": [{"from": "human", "text": asked}]})
+
+
 @pytest.mark.parametrize("name", CHAT_MODELS)
 def test_only_turns_of_the_assistant_are_trained_each_with_its_end_token(name):
     chat, end = chat_of(name), CHAT_MODELS[name].ends[0]

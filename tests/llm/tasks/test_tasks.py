@@ -398,8 +398,9 @@ GOOD = '{"prompt": "p", "answer": "1"}'
     [
         ('{"prompt": "p"', "not valid JSON"),
         ('["p"]', "a JSON object is needed, this is a list"),
-        ('{"text": "p"}', "there is no 'prompt'; rename the column that holds it (columns: 'text')"),
-        ("{}", "there is no 'prompt'; rename the column that holds it (columns: none)"),
+        ('{"text": "p"}', "there is no 'prompt' and no 'question' (columns: 'text'); rename the column"),
+        ('{"question": null}', "'question' must be a string, this is null"),
+        ("{}", "there is no 'prompt' and no 'question' (columns: none); rename the column"),
         ('[{"prompt": "p"}]', "this is a list; write each of its objects on a line of its own"),
         ('[\n {"prompt": "p"}\n]', "the line ends within a JSON value; write each object on a line"),
         ('{\n "prompt": "p"\n}', "the line ends within a JSON value; write each object on a line"),

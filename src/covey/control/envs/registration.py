@@ -14,6 +14,7 @@ from covey.config import ConfigError
 from covey.config.fields import did_you_mean
 from covey.config.named_modules import search_path
 from covey.control.envs.checked import EnvironmentFault
+from covey.runtime.worker.child import user_line
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,14 @@ def refuse_broken(name: str) -> Iterator[None]:
             f"environment.id: {name!r} needs the module {error.name!r}, which is not installed: install its package"
         ) from error
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"environment.id: {name!r} could not be made: {type(error).__name__}: {first}") from error
+        cause = error.__cause__ if type(error.__cause__) is type(error) else error  # Gymnasium adds to a TypeError
+        first = (str(cause).splitlines() or [""])[0]
+        lacks = isinstance(error, TypeError) and "__init__() missing" in first
+        remedy = ": give it where the environment is registered, in gym.register(..., kwargs={...})"
+        raise ConfigError(
+            f"environment.id: {name!r} could not be made: {type(error).__name__}: {first}"
+            f"{remedy if lacks else user_line(cause)}"
+        ) from error
 
 
 def _import(module: str, name: str) -> None:
@@ -110,4 +117,6 @@ def _import(module: str, name: str) -> None:
         ) from error
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"environment.id: importing {module!r} failed: {type(error).__name__}: {first}") from error
+        raise ConfigError(
+            f"environment.id: importing {module!r} failed: {type(error).__name__}: {first}{user_line(error)}"
+        ) from error

@@ -251,9 +251,14 @@ def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, A
         prompt = columns.pop("prompt")
     elif isinstance(columns.get("question"), str):  # reasoning-gym, GSM8K
         prompt = [{"role": "user", "content": columns.pop("question")}]
+    elif "question" in columns:
+        raise ValueError(f"'question' must be a string, this is {kind_name(columns['question'])}")
     else:
         found = ", ".join(map(shortened, list(columns)[:8])) or "none"
-        raise ValueError(f"there is no 'prompt'; rename the column that holds it (columns: {found})")
+        raise ValueError(
+            f"there is no 'prompt' and no 'question' (columns: {found}); rename the column that holds it, or set "
+            'task.columns = ["question = ITS NAME"]'
+        )
     if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
         prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
     pictures = take_pictures(columns, folder)

@@ -3,6 +3,7 @@
 | columns                    | example                                                                                 |
 |----------------------------|-----------------------------------------------------------------------------------------|
 | prompt, completion         | texts; or a prompt of chat messages, with a completion that is a text or messages       |
+| question, completion       | a message of the user, and the text that answers it                                     |
 | messages, optionally tools | a conversation with assistant messages, and the JSON schemas of the tools               |
 
 The names of the columns are fields of the [sft] table.
@@ -26,6 +27,8 @@ from covey.llm.data.rows import (
     kind_name,
     read_records,
 )
+
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:
     """Check one row. Raises ValueError with its fault."""
     if images := next((name for name in COLUMNS if row.get(name) is not None), ""):
         raise ValueError(f"it has the column {images!r}, and covey sft reads no images: remove the column")
+    if row.get(config.prompt_column) is None and isinstance(row.get("question"), str):  # as in rows of prompts
+        row = {**row, config.prompt_column: [{"role": "user", "content": row["question"]}]}
     prompt, completion, messages = (
         name if row.get(name) is not None else ""
         for name in (config.prompt_column, config.completion_column, config.messages_column)
@@ -103,9 +108,9 @@ def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:
         missing = config.completion_column if prompt else config.prompt_column
         columns = ", ".join(map(shortened, list(row)[:8])) or "none"
         raise ValueError(
-            f"there is no {missing!r}: give {config.prompt_column!r} and {config.completion_column!r}, or "
-            f"{config.messages_column!r}, or name your columns with sft.prompt_column, sft.completion_column and "
-            f"sft.messages_column (columns: {columns})"
+            f"there is no {missing!r}: give {config.prompt_column!r} (or 'question') and "
+            f"{config.completion_column!r}, or {config.messages_column!r}, or name your columns with "
+            f"sft.prompt_column, sft.completion_column and sft.messages_column (columns: {columns})"
         )
     return _pair(place, row[prompt], row[completion], prompt, completion, _tools(row, config.tools_column))
 
@@ -150,13 +155,20 @@ def _messages(value: Any, name: str) -> Messages:
         raise ValueError(f"{name!r} must be a list of chat messages, this is {kind_name(value)}")
     if not value:
         raise ValueError(f"{name!r} is empty")
-    messages = check_messages(value, name, calls=True)
+    messages = check_messages([_with_role(message) for message in value], name, calls=True)
     for position, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
             raise ValueError(
                 f"message {position} of {name!r} is an empty answer: it has neither 'content' nor 'tool_calls'"
             )
     return messages
+
+
+def _with_role(message: Any) -> Any:
+    """A message of the form of ShareGPT, `from` and `value`, with `role` and `content`; others as they are."""
+    if not isinstance(message, Mapping) or "role" in message or not isinstance(role := message.get("from"), str):
+        return message
+    return {"role": SHAREGPT.get(role, role), "content": message.get("value")}
 
 
 def _tools(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:

@@ -136,6 +136,7 @@ class Judge(RewardRunner):
         scores, error = [math.nan] * len(shown), str(outcome)
         if isinstance(outcome, Reply):
             scores, error = self.reader.read_list(outcome.text, len(shown), order=self.config.judge_order)
+            error = error and _unread(error, outcome)
         logs: dict[str, list[Any]] = {
             "reply": [outcome.text if isinstance(outcome, Reply) else ""] * len(texts),
             "number": [place + 1 for place in own],
@@ -157,7 +158,7 @@ class Judge(RewardRunner):
                 score, error = results.values[0], results.extras["error"][0]
             except CallError as fault:
                 score, error = math.nan, f"judge_pattern {fault}"
-        return score, error and f"could not be read: {error}"
+        return score, error and _unread(error, outcome)
 
     def _questions(self, arguments: Mapping[str, Any]) -> list[str]:
         """The template filled for each completion. What is filled in is not searched for places again."""
@@ -170,6 +171,13 @@ class Judge(RewardRunner):
             filled(self.template, {name: columns[name][row] for name in places(self.template)})
             for row in range(len(arguments["completions"]))
         ]
+
+
+def _unread(why: str, reply: Reply) -> str:
+    """Why there is no score, with the end of the reply, where models put it."""
+    line = one_printable_line(reply.text)
+    shown = line if len(line) <= LONGEST_REASON else "..." + line[-LONGEST_REASON:]
+    return f"could not be read: {why}; the reply: {shown!r}"
 
 
 def _shuffled(texts: Sequence[str], prompt: str) -> list[str]:
@@ -323,6 +331,8 @@ class _Questions:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise PassingFault(f"got a reply that is not a chat completion: {self._own_words(content)}") from None
         if not isinstance(text, str):
+            if cut:  # some servers reply with null if the limit was reached in the reasoning
+                raise JudgeError(f"got no text: the reply {_CUT}")
             raise PassingFault("got a chat completion without text")
         return Reply(hide(text.encode(errors="replace").decode(), self.token), cut)
 
@@ -442,8 +452,10 @@ MOST_OBJECTS = 200  # opening braces of a reply at which a JSON object is looked
 # A comma separates thousands; "0,8" is refused, because it may be a decimal comma or a list.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = rf"(?<![\w.])(?<![0-9],)[-+−]?(?:{_DIGITS})(?:[eE][-+]?[0-9]+)?(?!\w|[.,][0-9])"
-_SCORE = re.compile(rf"(?P<number>{_NUMBER})(?:(?P<percent>\s?%)|\s*(?:/|out of\b|of\b)\s*(?P<scale>{_NUMBER}))?")
+_SCORE = re.compile(rf"(?P<number>{_NUMBER})(?:(?P<percent>\s?%)|\s*\(?(?:/|out of\b|of\b)\s*(?P<scale>{_NUMBER})\)?)?")
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')  # without a group, a backslash that JSON does not allow
 _EMPHASIS = re.compile(r"[*`]")
+_CUT = "was cut at its token limit: raise max_tokens in judge_request"
 _AROUND = " \t\r\n\"'.!:"
 
 
@@ -477,8 +489,8 @@ class ScoreReader:
             UnreadableReply: if there is no score, or it is not finite or out of range.
         """
         if cut and not self.field and not self.words:
-            raise UnreadableReply("the reply was cut at its token limit: raise max_tokens in judge_request")
-        return self._valid(self._stated(reply))
+            raise UnreadableReply(f"the reply {_CUT}")
+        return self._valid(self._stated(_answer(reply)))
 
     def _valid(self, found: Any) -> float:
         """The score that a text or a number of a JSON object is.
@@ -508,17 +520,17 @@ class ScoreReader:
             count: number of texts, of an order at least 2.
             order: the list has their numbers, from 1, from the best to the worst.
         """
-        found = self._values(reply)[-1:]
-        if not found or not isinstance(found[0], list) or len(found[0]) != count:
-            return [], f"could not be read: the reply has no JSON object with a list of {count} in {self.field!r}"
-        if not order:
-            try:
+        try:
+            found = self._values(_answer(reply))[-1:]
+            if not found or not isinstance(found[0], list) or len(found[0]) != count:
+                raise UnreadableReply(f"the reply has no JSON object with a list of {count} in {self.field!r}")
+            if not order:
                 return [self._valid(one) for one in found[0]], ""
-            except UnreadableReply as fault:
-                return [], f"could not be read: {fault}"
-        numbers = [one if type(one) is int else 0 for one in found[0]]
-        if sorted(numbers) != list(range(1, count + 1)):
-            return [], f"could not be read: the list in {self.field!r} is not an order of the numbers 1 to {count}"
+            numbers = [_whole(one) for one in found[0]]
+            if sorted(numbers) != list(range(1, count + 1)):
+                raise UnreadableReply(f"the list in {self.field!r} is not an order of the numbers 1 to {count}")
+        except UnreadableReply as fault:
+            return [], str(fault)
         step = (self.high - self.low) / (count - 1)
         return [self.high - step * numbers.index(number) for number in range(1, count + 1)], ""
 
@@ -580,13 +592,36 @@ def read_one(
     return [score]
 
 
+def _answer(reply: str) -> str:
+    """The reply without the reasoning that it begins with, which may have drafts of a score.
+
+    Raises:
+        UnreadableReply: if there is nothing else.
+    """
+    if not reply.lstrip().startswith("<think>"):
+        return reply
+    _, ended, answer = reply.partition("</think>")
+    if not ended:
+        raise UnreadableReply(f"the reply is reasoning alone; it {_CUT}")
+    return answer
+
+
 def _float(text: str) -> float:
     return float(text.replace(",", "").replace("−", "-"))
 
 
+def _whole(value: Any) -> int:
+    """The number of a text in a list; 0 if it is none."""
+    return int(value) if type(value) is int or (isinstance(value, str) and re.fullmatch("[0-9]{1,2}", value)) else 0
+
+
 def _objects(reply: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text that are not inside another one, in their order."""
-    decoder, position = json.JSONDecoder(), 0
+    """The JSON objects in a text that are not inside another one, in their order.
+
+    Models write line ends and LaTeX in strings as they are, which JSON does not allow.
+    """
+    reply = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", reply)
+    decoder, position = json.JSONDecoder(strict=False), 0
     for _ in range(MOST_OBJECTS):
         position = reply.find("{", position)
         if position < 0:

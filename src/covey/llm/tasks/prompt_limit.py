@@ -58,6 +58,7 @@ class PromptLimit:
     encode: Callable[[Any], Sequence[int]] | None = None  # tokens of a prompt; None: those of `chat`
     field: str = "max_new_tokens"  # name of `max_new_tokens` in a recipe
     additions: str = ""  # to the prompts of the data, for messages
+    teacher: Any = None  # the config of a teacher that reads the same prompts and completions
 
     def __post_init__(self) -> None:
         """Raises ConfigError if no prompt can fit."""
@@ -80,7 +81,11 @@ class PromptLimit:
             raise ConfigError(f"a prompt must be a string or a list of chat messages, this is {str(prompt)[:60]!r}")
         tokens = len((self.encode or self.chat.encode)(prompt))
         additions = " with its images" if getattr(prompt, "pictures", ()) else self.additions
-        return length_fault(self.config, tokens, self.max_new_tokens, field=self.field, additions=additions)
+        for config, who in ((self.config, ""), (self.teacher, "for the teacher, ")):
+            fault = config and length_fault(config, tokens, self.max_new_tokens, field=self.field, additions=additions)
+            if fault:
+                return who + fault
+        return ""
 
     def taken(self, starts: Sequence[Start], note: Note) -> list[Start]:
         """The held-out starts that fit; the others are refused or, if `drop` is set, left out.

@@ -522,7 +522,7 @@ def skipped_updates(history: History, settings: Settings) -> Seen | None:
     return Seen(
         f"{skipped:.0f} optimizer step{'s were' if skipped > 1 else ' was'} left out, because loss or gradient was "
         "not finite",
-        f"Try {settings.lower_rate}, and look for rewards that are infinite or not a number",
+        f"Try {settings.lower_rate}; in an algorithm of your own, look for advantages and losses that are not finite",
         "problem" if skipped >= FEW_SKIPPED else "warning",
     )
 
