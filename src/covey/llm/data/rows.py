@@ -255,7 +255,7 @@ def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, A
         found = ", ".join(map(shortened, list(columns)[:8])) or "none"
         raise ValueError(
             f"there is no 'prompt' and no 'question' (columns: {found}); rename the column that holds it, or set "
-            'task.columns = ["question = ITS NAME"]'
+            'task.columns = ["question = ITS NAME"], of chat messages ["prompt = ITS NAME"]'
         )
     if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
         prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
