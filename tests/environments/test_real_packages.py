@@ -398,15 +398,11 @@ def test_taskset_that_cannot_be_driven_is_refused(tasks: Path, monkeypatch: pyte
         assert "\n" not in str(refused.value)
 
 
-def test_taskset_whose_agent_has_a_model_of_its_own_asks_covey(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taskset_whose_agent_has_a_model_of_its_own_asks_covey(tasks: Path) -> None:
     server = "model='other', client={'type': 'eval', 'base_url': 'http://127.0.0.1:9/v1'}"
     (tasks / "served.py").write_text(CRITIC.format(solver=server, critic=""))
-    monkeypatch.syspath_prepend(tasks)
-    talk = Verifiers(id="served", take=12)
-    talk.reset(**of_row(2))
-    assert talk.respond("4", []) == Response([], done=True)
-    assert talk.score() == 1.0 + 3 / 8
-    talk.close()
+    *_, last, end = played(VERIFIERS, {"id": "served", "take": 12}, ["4"], of_row(2))
+    assert (last["done"], end["reward"]) == (True, 1.0 + 3 / 8)
 
 
 # ---- runs ----
