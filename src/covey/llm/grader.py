@@ -247,7 +247,9 @@ class RewardGrader:
                 raise ConfigError(f"{start.place}: {error}") from None
         groups = [Group(start, [(example or right_rollout)(start)]) for start in starts[:2]]
         values = self._try(groups)
-        if any(all(verdict.value is None for verdict in row) for row in zip(*values, strict=True)):
+        if any(
+            all(verdict.value is None and not verdict.error for verdict in row) for row in zip(*values, strict=True)
+        ):
             names = ", ".join(repr(reward.name) for reward in self.rewards if not reward.shaping)
             raise ConfigError(f"reward {names} returned None, in a dry run on the right answer: nothing to learn from")
 
@@ -273,9 +275,9 @@ class RewardGrader:
         except (CallError, InvalidResult, RewardHung) as error:
             form = _form_of_completions(groups[0].start) if str(error).startswith(MISREADINGS) else ""
             raise ConfigError(f"reward {reward.name!r}, in a dry run on the right answer: {error}{form}") from None
-        for verdict in verdicts:
-            if verdict.error:
-                raise ConfigError(f"reward {reward.name!r} {verdict.error}, in a dry run on the right answer")
+        errors = [verdict.error for verdict in verdicts if verdict.error]
+        if errors and (len(errors) == len(verdicts) or not reward.caller.by_model):
+            raise ConfigError(f"reward {reward.name!r} {errors[0]}, in a dry run on the right answer")
         return verdicts[:: 1 + reward.caller.by_group]
 
     def close(self) -> None:

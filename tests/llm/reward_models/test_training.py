@@ -258,6 +258,23 @@ def test_pairs_without_a_prompt_are_held_out_and_share_their_beginning(tmp_path:
     assert len({example.content for example in graded}) == 2
 
 
+def test_the_prompt_of_a_pair_is_found_where_data_sets_have_it(tmp_path: Path) -> None:
+    """In the column question, and in UltraFeedback's rows, which have the prompt and two whole chats."""
+    asked = {"role": "user", "content": "1+1?"}
+    chosen, rejected = ({"role": "assistant", "content": text} for text in ("2", "3"))
+    (expected,) = read_examples(
+        write(tmp_path / "a.jsonl", {"prompt": [asked], "chosen": [chosen], "rejected": [rejected]})
+    )
+    whole = {"chosen": [asked, chosen], "rejected": [asked, rejected]}
+    for row in (whole, whole | {"prompt": "1+1?"}):
+        (found,) = read_examples(write(tmp_path / "a.jsonl", row))
+        assert found == expected
+    (question,) = read_examples(write(tmp_path / "a.jsonl", {"question": "1+1?", "chosen": "2", "rejected": "3"}))
+    assert (question.prompt, question.chosen, question.rejected) == ((asked,), "2", "3")
+    with pytest.raises(ConfigError, match="'chosen' must be a string, because 'prompt' is one"):
+        read_examples(write(tmp_path / "a.jsonl", whole | {"prompt": "another"}))
+
+
 GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}
 
 

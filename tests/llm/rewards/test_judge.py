@@ -819,6 +819,12 @@ def test_the_dry_run_asks_and_reports_a_fault_in_one_line(build) -> None:
         "reward 'judge' could not be read: there is no number where the score should be; the reply: 'hello', in a dry "
         "run on the right answer"
     )
+    starts = [Start(index=place, prompt="p", columns={"answer": answer}) for place, answer in enumerate(("no", "0.5"))]
+    with JudgeServer(say_the_number) as server:  # as in a run, one that fails is no reason to stop
+        build(server).check(starts)
+        build(server).check(starts[::-1])
+        with pytest.raises(ConfigError, match="no number where the score should be; the reply: 'The score is no'"):
+            build(server).check([starts[0], starts[0]])
     with pytest.raises(ConfigError, match=r"has \{answer\} in its question, but there is only \{prompt\}, \{compl"):
         build("http://127.0.0.1:9").check([Start(index=0, prompt="p", columns={})])
 

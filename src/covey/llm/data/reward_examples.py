@@ -7,17 +7,18 @@
 | prompt, completion, grade      | `Graded`                                                             |
 | prompt, completions, labels    | `Steps`: texts and labels of the steps; TRL's stepwise format        |
 
-A prompt is a string or chat messages; a completion is a string, or the messages after the prompt.
+A prompt is a string or chat messages, or the column `question`; a completion is a string, or the messages after the
+prompt, or a whole chat.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import Any
 
 from msgspec import Struct
 
-from covey.llm.data.rows import Messages, check_prompt, check_text, faults_at, kind_name, read_records
+from covey.llm.data.rows import Messages, check_prompt, check_text, faults_at, kind_name, read_records, with_prompt
 
 
 class Example(Struct, frozen=True, tag_field="kind", tag=True):
@@ -87,8 +88,9 @@ def read_examples(path: str, grade_column: str = "grade") -> list[Example]:
     records = read_records(path, "preference pairs, grades or step labels")
     kinds = _kinds(grade_column)
     found: list[Example] = []
-    for place, record in records:
+    for place, row in records:
         with faults_at(place):
+            record = with_prompt(row)
             matching = [kind for kind, (columns, _) in kinds.items() if columns <= record.keys()]
             if len(matching) != 1:
                 what = "several kinds of data" if matching else "not a known kind of data"
@@ -112,7 +114,7 @@ def _kinds(grade_column: str) -> dict[type[Example], tuple[set[str], Callable[[s
 
 
 def _pair(place: str, record: dict[str, Any]) -> Pair:
-    if "prompt" in record:
+    if "prompt" in record and not all(_is_whole(record[name], record["prompt"]) for name in ("chosen", "rejected")):
         prompt = _prompt(record["prompt"])
         chosen, rejected = (_completion(record[name], name, prompt) for name in ("chosen", "rejected"))
     else:
@@ -121,6 +123,12 @@ def _pair(place: str, record: dict[str, Any]) -> Pair:
         raise ValueError("'chosen' and 'rejected' are the same, so there is nothing to prefer: remove the line")
     margin = _number(record.get("margin", 0.0), "margin")
     return Pair(place, prompt, chosen, rejected, margin)
+
+
+def _is_whole(chat: Any, prompt: Any) -> bool:
+    """True for a whole chat, which has the text of the prompt before its last message, as in UltraFeedback."""
+    before = chat[:-1] if isinstance(chat, list) and isinstance(prompt, str) else ()
+    return any(isinstance(message, Mapping) and message.get("content") == prompt for message in before)
 
 
 def _without_prompt(chosen: Any, rejected: Any) -> tuple[str | Messages, str | Messages, str | Messages]:

@@ -246,18 +246,16 @@ def row_of(place: str, record: Mapping[str, Any], folder: Path = Path()) -> Row:
 
 def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """The prompt of a row and its other columns. Raises ValueError with the fault of the row."""
-    columns = dict(record)
+    columns = with_prompt(record)
     if "prompt" in columns:
         prompt = columns.pop("prompt")
-    elif isinstance(columns.get("question"), str):  # reasoning-gym, GSM8K
-        prompt = [{"role": "user", "content": columns.pop("question")}]
     elif "question" in columns:
         raise ValueError(f"'question' must be a string, this is {kind_name(columns['question'])}")
     else:
         found = ", ".join(map(shortened, list(columns)[:8])) or "none"
         raise ValueError(
             f"there is no 'prompt' and no 'question' (columns: {found}); rename the column that holds it, or set "
-            'task.columns = ["question = ITS NAME"]'
+            'task.columns = ["question = ITS NAME"], of chat messages ["prompt = ITS NAME"]'
         )
     if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):  # from Python: an array of NumPy, such as pandas reads
         prompt = list(prompt) if isinstance(prompt, tuple) else prompt.tolist()
@@ -277,6 +275,18 @@ def _parts_of(record: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, A
         if name in columns:
             raise ValueError(f"the column name {name!r} is reserved; rename the column")
     return prompt, columns | ({COLUMNS[0]: [picture.label for picture in pictures]} if pictures else {})
+
+
+def with_prompt(record: Mapping[str, Any], name: str = "prompt") -> dict[str, Any]:
+    """A row whose `question` is its prompt, as a message of the user, if it has no other: reasoning-gym, GSM8K.
+
+    Args:
+        name: the column of prompts.
+    """
+    columns = dict(record)
+    if columns.get(name) is None and isinstance(columns.get("question"), str):
+        columns[name] = [{"role": "user", "content": columns.pop("question")}]
+    return columns
 
 
 def check_prompt(prompt: Any, name: str = "prompt") -> None:

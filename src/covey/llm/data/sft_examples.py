@@ -26,6 +26,7 @@ from covey.llm.data.rows import (
     faults_at,
     kind_name,
     read_records,
+    with_prompt,
 )
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
@@ -91,8 +92,7 @@ def _example(config: SFTConfig, place: str, row: Mapping[str, Any]) -> Example:
     """Check one row. Raises ValueError with its fault."""
     if images := next((name for name in COLUMNS if row.get(name) is not None), ""):
         raise ValueError(f"it has the column {images!r}, and covey sft reads no images: remove the column")
-    if row.get(config.prompt_column) is None and isinstance(row.get("question"), str):  # as in rows of prompts
-        row = {**row, config.prompt_column: [{"role": "user", "content": row["question"]}]}
+    row = with_prompt(row, config.prompt_column)
     prompt, completion, messages = (
         name if row.get(name) is not None else ""
         for name in (config.prompt_column, config.completion_column, config.messages_column)

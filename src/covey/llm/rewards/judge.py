@@ -71,6 +71,8 @@ class Judge(RewardRunner):
     equal have a score too, because without one the mean reward of a step would fall with their number.
     """
 
+    by_model = True
+
     def __init__(self, config: RewardConfig) -> None:
         """The config is checked, and the template read.
 

@@ -35,6 +35,7 @@ class RewardRunner:
     workers: int = 1  # number of calls that can run side by side
     early: bool = True  # a call may run while other groups are sampled
     by_group: bool = False  # a call compares the completions of one group, so its values say nothing beyond it
+    by_model: bool = False  # a language model answers, which may fail on one completion and not on the next
 
     def start(
         self, arguments: Mapping[str, Any], global_step: int, seconds: float, step_counts: Sequence[int] | None = None
