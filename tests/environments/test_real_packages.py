@@ -380,6 +380,7 @@ def test_taskset_that_cannot_be_driven_is_refused(tasks: Path, monkeypatch: pyte
     (tasks / "former.py").write_text("def load_environment(): pass")
     for options, message in [
         ({"id": "summing"}, "has tasks without end"),
+        ({"id": "summing", "take": 0}, "has no tasks"),
         (TAKE | {"image": "python:3"}, "a task of 'summing' runs in a container"),
         (TAKE | {"task": {"judges": [{"id": "mine"}]}}, "task.judges imports what it names"),
         (TAKE | {"cnt": 3}, "taskset.cnt: Extra inputs are not permitted"),
@@ -388,12 +389,20 @@ def test_taskset_that_cannot_be_driven_is_refused(tasks: Path, monkeypatch: pyte
         (TAKE | {"id": "shell"}, "has the harness bash"),
         ({"id": "former"}, "pip install 'verifiers<0.4'"),
         ({"id": "Summing"}, "write it in small letters"),
+        ({"id": "verifiers.v1.tasksets.antigravity"}, "verifiers has no taskset"),
         ({"id": "no-such-tasks"}, "verifiers cannot load 'no-such-tasks'"),
     ]:
         with pytest.raises(WrongEnvironment) as refused:
             Verifiers.prepare(**options)
         assert message in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+def test_taskset_whose_agent_has_a_model_of_its_own_asks_covey(tasks: Path) -> None:
+    server = "model='other', client={'type': 'eval', 'base_url': 'http://127.0.0.1:9/v1'}"
+    (tasks / "served.py").write_text(CRITIC.format(solver=server, critic=""))
+    *_, last, end = played(VERIFIERS, {"id": "served", "take": 12}, ["4"], of_row(2))
+    assert (last["done"], end["reward"]) == (True, 1.0 + 3 / 8)
 
 
 # ---- runs ----

@@ -104,7 +104,7 @@ class Verifiers(Adapter):
         if verifiers is None:
             raise WrongEnvironment('the data has no column verifiers: set name = "environment" in [task]')
         item = self._sides()[verifiers["side"]][int(verifiers["row"])]
-        self._said = [_shown(message) for message in self._source.prompt(item)]
+        self._said = [shown(message) for message in self._source.prompt(item)]
         self._play = self._loop.create_task(self._source.play(item, self._ask))
         if self._advance():
             raise WrongEnvironment("its environment adds messages to the prompt of its data, which covey does not show")
@@ -114,7 +114,7 @@ class Verifiers(Adapter):
             {"id": f"call-{len(self._said)}-{place}", "name": call["name"], "arguments": json.dumps(call["arguments"])}
             for place, call in enumerate(calls)
         ]
-        self._said.append(_shown({"role": "assistant", "content": message, "tool_calls": made}))
+        self._said.append(shown({"role": "assistant", "content": message, "tool_calls": made}))
         self._answer((message, made))
         new = self._advance()
         tools = {reply["tool_call_id"]: reply["content"] for reply in new if reply["role"] == "tool"}
@@ -167,9 +167,9 @@ class Verifiers(Adapter):
 
     def _advance(self) -> list[dict[str, Any]]:
         """Let the package run until it asks for a turn, or has ended; the messages that it adds."""
-        shown = [_shown(message) for message in self._run(self._next())]
-        new = shown[len(self._said) :]
-        if shown[: len(self._said)] != self._said:
+        said = [shown(message) for message in self._run(self._next())]
+        new = said[len(self._said) :]
+        if said[: len(self._said)] != self._said:
             raise WrongEnvironment(
                 "its environment changes earlier messages of the conversation, or begins another one, which covey "
                 "cannot train on"
@@ -179,7 +179,7 @@ class Verifiers(Adapter):
                 raise WrongEnvironment("its environment answered with an image: covey's conversations are text")
             if message["role"] not in ("user", "tool", "text"):
                 raise WrongEnvironment(f"its environment adds a message of the role {message['role']}")
-        self._said = shown
+        self._said = said
         return new
 
     async def _next(self) -> Sequence[Message]:
@@ -207,7 +207,7 @@ class Verifiers(Adapter):
             raise WrongEnvironment(one_line(error)) from None
 
 
-def _shown(message: Message) -> dict[str, Any]:
+def shown(message: Message) -> dict[str, Any]:
     """What the model sees of a message, in which a text may be a list of parts."""
     fields = message if isinstance(message, dict) else message.model_dump()
     content = fields.get("content") or ""

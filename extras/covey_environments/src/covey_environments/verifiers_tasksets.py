@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,8 +34,9 @@ from verifiers.v1.utils import loaders
 
 from covey.llm.conversation.adapter import WrongEnvironment
 from covey.runtime.worker.child import one_line, one_printable_line
-from covey_environments.verifiers import MODEL, Ask, Message, Played
+from covey_environments.verifiers import MODEL, Ask, Message, Played, shown
 
+_OWN = "verifiers.v1.tasksets."  # of the tasksets that come with the package
 _FUNCTIONS = {"judges", "rewards", "metrics", "stops"}  # of the config of a task: they import what they name
 _ENDPOINT = TrainClientConfig()  # of covey's client; nothing is sent to it
 
@@ -43,7 +45,10 @@ class TasksetSource:
     """The tasks of a taskset, and the environment that plays them."""
 
     def __init__(self, id: str, arguments: Mapping[str, Any]) -> None:
-        id = id.removeprefix("verifiers.v1.tasksets.")  # of those that come with the package
+        if id.startswith(_OWN):
+            if find_spec(id) is None:  # else the package would import any module of this name
+                raise WrongEnvironment(f"verifiers has no taskset {id!r}")
+            id = id.removeprefix(_OWN)
         config, agent = _config(id, {key: value for key, value in arguments.items() if key != "take"})
         environment = loaders.load_environment(config)
         taskset = environment.taskset
@@ -54,6 +59,8 @@ class TasksetSource:
         self.tools: list[dict[str, Any]] | None = None
         self.training = list(taskset)
         self.held_out: list[Any] = []
+        if not self.training:
+            raise WrongEnvironment(f"{id!r} has no tasks with these options")
         for task in self.training:
             if task.NEEDS_CONTAINER or task.data.image is not None:
                 raise WrongEnvironment(f"a task of {id!r} runs in a container, which covey does not support")
@@ -67,7 +74,8 @@ class TasksetSource:
 
     def row(self, task: Any) -> dict[str, Any]:
         fields = task.data.model_dump(mode="json", exclude={*vf.TaskData.model_fields} - {"idx", "id", "name"})
-        return {**fields, "prompt": [message_to_wire(message) for message in self.prompt(task)]}
+        prompt = [message_to_wire(message) | {"content": shown(message)["content"]} for message in self.prompt(task)]
+        return {**fields, "prompt": prompt}
 
     def prompt(self, task: Any) -> list[Message]:
         system, prompt = self._harness.resolve_prompt(task.data)
@@ -128,7 +136,7 @@ def _config(id: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
             "like it"
         )
     runtimes.SubprocessRuntime = Local
-    seat = {"harness": harness, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
+    seat = {"harness": harness, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig(), "client": None}
     changed = {name: agent.model_copy(update=seat), "interception": InterceptionServerConfig()}
     return config.model_copy(update=changed), name
 
