@@ -119,6 +119,15 @@ def test_a_reset_of_the_old_api_is_told(register):
         check_environment(register(Old))
 
 
+def test_a_reset_without_a_seed_is_told(register):
+    class Older(Faulty):
+        def reset(self) -> Any:
+            return FINE, {}
+
+    with pytest.raises(ConfigError, match=r"argument 'seed': its reset must take seed and options, as in Gymnasium 1$"):
+        check_environment(register(Older))
+
+
 def test_rewards_and_flags_of_every_honest_kind_are_taken():
     for reward in (1, True, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), np.int64(1)):
         assert checked_reward(reward) == 1.0

@@ -268,6 +268,7 @@ def test_observations_without_a_fixed_size_are_refused() -> None:
     [
         (EnvironmentConfig(id="CartPol-v1"), r"no environment 'CartPol-v1' .*did you mean 'CartPole-v1'\?"),
         (EnvironmentConfig(id="CartPole"), r"did you mean 'CartPole-v[01]'\?"),
+        (EnvironmentConfig(id="world.py:X-v0"), "'world.py:X-v0' names a file: write its module, world:X-v0"),
         (EnvironmentConfig(id="no_such_module:X-v0"), "cannot import the module of 'no_such_module:X-v0'"),
         (EnvironmentConfig(id="math:CartPole-v1"), "environment.id: 'math' is a module of Python's standard library"),
         (EnvironmentConfig(id="covey-tests/NoVector-v0"), "'covey-tests/NoVector-v0' could not be made"),

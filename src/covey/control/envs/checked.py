@@ -91,6 +91,8 @@ def fault_of(error: Exception, where: str) -> EnvironmentFault:
     except Exception:  # an exception whose text raises
         text = ""
     kind = type(error).__name__
+    if "reset() got an unexpected keyword argument" in text:
+        return EnvironmentFault(f"{where}: {text[:300]}: its reset must take seed and options, as in Gymnasium 1")
     own = isinstance(error, TypeError | ValueError) and text.startswith(("its ", "terminated is", "truncated is"))
     what = text[:300] if own else f"{kind}: {text[:300]}" if text else kind
     return EnvironmentFault(f"{where}: {what}{user_line(error)}")

@@ -53,6 +53,8 @@ def find_spec(name: str) -> EnvSpec:
         ConfigError: for an id that is not registered, or a module that cannot be imported.
     """
     module, _, short = name.rpartition(":")
+    if module.endswith(".py"):
+        raise ConfigError(f"environment.id: {name!r} names a file: write its module, {module[:-3]}:{short}")
     if module:
         _import(module, name)
     package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
