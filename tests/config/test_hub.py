@@ -13,7 +13,9 @@ from covey.cli.main import main
 from covey.config import ConfigError, DatasetConfig, RunConfig, hub
 from covey.config.inputs import input_checksums, keep_hub_data
 from covey.config.rules import refuse
-from covey.llm.data.rows import read_data
+from covey.config.sft import SFTConfig
+from covey.llm.data.reward_examples import read_examples
+from covey.llm.data.rows import read_data, read_records
 from helpers.fake_hub import FakeHub, fake_hub, version_of
 from helpers.tiny_models import tiny_folder
 
@@ -142,6 +144,14 @@ def test_without_the_hub_what_was_downloaded_serves_and_the_rest_is_one_line(
 def test_what_the_hub_does_not_have_is_one_line(server: type[FakeHub], config: DatasetConfig, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_data(config)
+
+
+def test_examples_of_the_hub_are_refused_with_what_to_do() -> None:
+    for read in (read_examples, lambda name: SFTConfig(data=name).check() or read_records(name, "examples")):
+        with pytest.raises(
+            ConfigError, match=r"hub:a/b: only \[task\] reads data sets of the hub: hf download a/b --repo"
+        ):
+            read("hub:a/b")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from covey.config.common import (
 )
 from covey.config.fields import check_fields, command
 from covey.config.files import read_json, user_path
+from covey.config.hub import HubData
 from covey.config.machine import DEVICES
 from covey.config.model_sources import (
     CONFIG_FILE,
@@ -38,7 +39,7 @@ EXAMPLES_BY_NAME = ("calculator", SAMPLES)  # examples that are made, by their n
 
 def is_function(data: str) -> bool:
     """True if the examples are those of a Python function, `file.py:function` or `module:function`."""
-    return ":" in data and not user_path(data, "sft.data: ").exists()
+    return ":" in data and HubData.read(data) is None and not user_path(data, "sft.data: ").exists()
 
 
 def is_run(data: str) -> bool:

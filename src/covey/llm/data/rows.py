@@ -172,8 +172,13 @@ def read_records(path: str, needed: str) -> list[tuple[str, dict[str, Any]]]:
         needed: description of the objects, for the message about an empty file.
 
     Raises:
-        ConfigError: for the first row that is not a JSON object, and for an empty file.
+        ConfigError: for the first row that is not a JSON object, for an empty file, and for a data set of the hub.
     """
+    if of_hub := HubData.read(path):
+        raise ConfigError(
+            f"{path}: only [task] reads data sets of the hub: hf download {of_hub.repository} --repo-type dataset "
+            "--local-dir FOLDER, then name a file of it"
+        )
     records = list(_records(path, user_path(path)))
     if not records:
         raise ConfigError(f"{path} is empty: it needs {needed}, one JSON object on each line")
