@@ -299,6 +299,13 @@ def test_taskset_tools_for_all_tasks_have_the_state_of_each_conversation(tasks: 
     assert counted == ["1 of 1", "2 of 2", "1 of 3", "2 of 4"]
 
 
+def test_taskset_without_prompts_has_a_user_who_opens_the_conversation(tasks: Path) -> None:
+    options = TAKE | {"asks": False, "hints": 3}
+    _, reset, first, last, end = played(VERIFIERS, options, ["5", "4"], of_row(2))
+    assert (reset["text"], first["text"], last["done"]) == ("Twice 2?", "Not 5. That was guess 1.", True)
+    assert end["reward"] == 1.0 + 5 / 8
+
+
 def test_taskset_stops_end_a_conversation(tasks: Path) -> None:
     *_, last, end = played(VERIFIERS, TAKE | {"hints": 3}, ["1", "stop, it is 4"], of_row(2))
     assert last["done"]
@@ -381,6 +388,7 @@ def test_taskset_that_cannot_be_driven_is_refused(tasks: Path, monkeypatch: pyte
     for options, message in [
         ({"id": "summing"}, "has tasks without end"),
         ({"id": "summing", "take": 0}, "has no tasks"),
+        (TAKE | {"asks": False, "system": ""}, "neither a prompt nor a system prompt"),
         (TAKE | {"image": "python:3"}, "a task of 'summing' runs in a container"),
         (TAKE | {"task": {"judges": [{"id": "mine"}]}}, "task.judges imports what it names"),
         (TAKE | {"cnt": 3}, "taskset.cnt: Extra inputs are not permitted"),

@@ -77,6 +77,8 @@ class SumsConfig(vf.TasksetConfig):
     task: SumConfig = SumConfig()
     image: str | None = None
     shared: bool = False
+    asks: bool = True
+    system: str = "Be brief."
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
@@ -85,8 +87,9 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
     def load(self):
         n = 0
         while True:
-            fields = {"prompt": f"What is {n} + {n}?", "n": n, "answer": str(2 * n), "image": self.config.image}
-            yield SumTask(SumData(system_prompt="Be brief.", **fields), self.config.task)
+            prompt = f"What is {n} + {n}?" if self.config.asks else None
+            fields = {"prompt": prompt, "n": n, "answer": str(2 * n), "image": self.config.image}
+            yield SumTask(SumData(system_prompt=self.config.system, **fields), self.config.task)
             n += 1
 
     @classmethod
@@ -100,11 +103,11 @@ class HintsConfig(vf.EnvConfig):
 
 
 class HintsEnv(vf.Env[HintsConfig]):
-    """A user who says how far a guess is away."""
+    """A user who opens the conversation, if the task does not, and says that a guess is wrong."""
 
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
-            said = await talk.turn()
+            said = await talk.turn(None if task.data.prompt else f"Twice {task.data.n}?")
             for number in range(1, self.config.hints + 1):
                 if said.terminated or said.last_reply == task.data.answer:
                     break

@@ -99,15 +99,18 @@ class Verifiers(Adapter):
         """The rows of the environment's data; the column `verifiers` has the place of a row."""
         return {side: [self._row(side, place) for place in range(len(items))] for side, items in self._sides().items()}
 
-    def reset(self, verifiers: Mapping[str, Any] | None = None, **columns: Any) -> None:
-        """Begin with a row of the environment's data."""
+    def reset(self, verifiers: Mapping[str, Any] | None = None, **columns: Any) -> str | None:
+        """Begin with a row of the environment's data; what a user says who opens the conversation."""
         if verifiers is None:
             raise WrongEnvironment('the data has no column verifiers: set name = "environment" in [task]')
         item = self._sides()[verifiers["side"]][int(verifiers["row"])]
         self._said = [shown(message) for message in self._source.prompt(item)]
+        asked = self._said[-1]["role"] != "system"
         self._play = self._loop.create_task(self._source.play(item, self._ask))
-        if self._advance():
+        opening = self._advance()
+        if opening and asked:
             raise WrongEnvironment("its environment adds messages to the prompt of its data, which covey does not show")
+        return "\n\n".join(message["content"] for message in opening) or None
 
     def respond(self, message: str, calls: Sequence[Mapping[str, Any]]) -> Response:
         made = [

@@ -64,8 +64,8 @@ class TasksetSource:
         for task in self.training:
             if task.NEEDS_CONTAINER or task.data.image is not None:
                 raise WrongEnvironment(f"a task of {id!r} runs in a container, which covey does not support")
-            if task.data.prompt is None:
-                raise WrongEnvironment(f"a task of {id!r} has no prompt, which covey does not support")
+            if task.data.prompt is None and not task.data.system_prompt:
+                raise WrongEnvironment(f"a task of {id!r} has neither a prompt nor a system prompt: covey needs one")
         self._environment, self._harness = environment, loaders.load_harness(getattr(config, agent).harness)
         self._loop, self._shared = asyncio.new_event_loop(), contextlib.AsyncExitStack()
         tools = self._shared.enter_async_context(environment.shared_tools())  # servers for all conversations
@@ -80,7 +80,7 @@ class TasksetSource:
     def prompt(self, task: Any) -> list[Message]:
         system, prompt = self._harness.resolve_prompt(task.data)
         begin = [SystemMessage(content=system)] if system else []
-        return [*begin, *([UserMessage(content=prompt)] if isinstance(prompt, str) else prompt)]
+        return [*begin, *([UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or [])]
 
     async def play(self, task: Any, ask: Ask) -> Played:
         environment = self._environment
