@@ -117,7 +117,8 @@ packages: $(RELEASE)/installed
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
-release-check: lint test test-slow mutants lowest oracle trackers environments scale packages docs-test
+# In the order of what they take: a fault is found in minutes rather than hours.
+release-check: lint docs-test packages trackers oracle test environments lowest scale mutants test-slow
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet && $(BIN)/ruff format --quiet --check && echo "ruff: clean"
