@@ -1,5 +1,6 @@
 """Action masks: forbidden actions are never taken, and neither in a probability, an entropy, a KL nor a gradient."""
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -213,6 +214,26 @@ def test_a_wrong_mask_is_one_line_with_the_environment(fault: str) -> None:
     assert str(caught.value).startswith("environment 'covey-masks/Gives-v0', step 2 of the episode")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class InSteps(Gives):
+    """Gives masks in the info of steps, and none in that of a reset."""
+
+    def _info(self) -> Any:
+        return {"action_mask": self.mask} if self.made else {}
+
+
+def test_masks_that_are_in_the_infos_of_steps_alone_are_refused() -> None:
+    config = EnvironmentConfig("covey-masks/InSteps-v0", vectorization="sync")
+    gym.register(config.id, lambda: InSteps(np.ones(3)), max_episode_steps=9)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"step 1 of .* 'action_mask', and that of its first reset had none: give"
+        ):
+            check_environment(config)
+        assert check_environment(replace(config, action_masks=False)) == ()
+    finally:
+        gym.registry.pop(config.id)
 
 
 def test_one_choice_of_several_without_an_action_is_named_and_masks_may_be_a_tuple() -> None:

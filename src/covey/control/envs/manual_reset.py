@@ -21,7 +21,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from numpy.typing import NDArray
 
 from covey.control.envs.checked import EnvironmentFault, checked_flag, checked_observation, checked_reward, fault_of
-from covey.control.envs.spaces import ActionMasks, SpaceAdapter
+from covey.control.envs.spaces import MASK, ActionMasks, SpaceAdapter
 from covey.runtime.variables import safe_path
 
 RAW_STEPS = "covey/raw_steps"  # key in the infos of a step
@@ -51,6 +51,7 @@ class ActionRepeat(gym.Wrapper):
         self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
         self.skips_reset = False
         self.left_out: tuple[str, ...] = ()  # parts of a Dict observation that are not numbers
+        self.refuses_masks = False  # those in an info, which nothing reads if that of a reset has none
 
     @property
     def masked(self) -> bool:
@@ -81,6 +82,11 @@ class ActionRepeat(gym.Wrapper):
         self.observation = checked_observation(observation, self.env.observation_space)
         if self._masks is not None:
             self.observation = self._masks.join(self.observation, info, over=self._over)
+        elif self.refuses_masks and MASK in info:
+            raise ValueError(
+                f"its info has an {MASK!r}, and that of its first reset had none: give the mask in reset as well, or "
+                "set environment.action_masks = false"
+            )
 
     def note_place(self) -> None:
         """Tell another process in which slot, episode and step a call is."""

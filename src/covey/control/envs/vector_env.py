@@ -395,7 +395,7 @@ class _Maker:
         self.masked = reader is not None
         masks = None if reader is None else ActionMasks(reader, env, config.id)
         repeated = ActionRepeat(env, config.action_repeat, config.id, masks)
-        repeated.left_out = left_out
+        repeated.left_out, repeated.refuses_masks = left_out, config.action_masks
         return repeated
 
 
