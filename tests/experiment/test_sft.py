@@ -112,7 +112,7 @@ def assert_same(run_dir: Path, expected: Path) -> None:
     [
         ([], [], "bad.jsonl is empty"),
         ([{"prompt": "1"}], [], "bad.jsonl line 1: there is no 'completion'"),
-        ([{"question": "1", "completion": "2"}], [], "bad.jsonl line 1: there is no 'prompt'"),
+        ([{"text": "1", "completion": "2"}], [], "bad.jsonl line 1: there is no 'prompt'"),
         ([{"prompt": "1", "completion": " "}], [], "bad.jsonl line 1: 'completion' is empty"),
         ([{"prompt": "1", "completion": "2"}], [], "bad.jsonl has only one prompt"),
         ([{"prompt": "1", "completion": "2" * 300}, {"prompt": "2", "completion": "2"}], [], "at most 256 are trained"),

@@ -178,6 +178,13 @@ def test_dates_and_decimals_become_texts(tmp_path: Path) -> None:
     assert read.columns == {"day": "2026-01-02", "at": "2026-01-02 03:00:00", "sum": "1.50"}
 
 
+def test_a_nan_is_a_missing_value(tmp_path: Path) -> None:
+    nan = float("nan")
+    rows = [{"prompt": "p", "x": 1.0, "parts": [{"y": nan}]}, {"prompt": "q", "x": nan, "parts": []}]
+    first, second = read_rows(str(write(tmp_path / "d.parquet", rows)))
+    assert (first.columns["x"], second.columns["x"], first.columns["parts"]) == (1.0, None, [{"y": None}])
+
+
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
@@ -191,7 +198,7 @@ def test_dates_and_decimals_become_texts(tmp_path: Path) -> None:
             [{"prompt": "p", "i": None}, {"prompt": "p", "i": b"\x89PNG"}],
             "row 2: the column 'i' has bytes, which rewar",
         ),
-        ([{"prompt": "p", "x": 1.0}, {"prompt": "p", "x": float("nan")}], "row 2: the column 'x' has nan, which is no"),
+        ([{"prompt": "p", "x": 1.0}, {"prompt": "p", "x": float("inf")}], "row 2: the column 'x' has inf, which is no"),
     ],
 )
 def test_an_unusable_row_is_one_line_that_names_it(rows: list[dict[str, Any]], why: str, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def without_invented(value: Any, kind: Any) -> Any:
 
 
 def plain_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A row in the types of JSON. Dates and decimal numbers become texts.
+    """A row in the types of JSON. Dates and decimal numbers become texts, NaN becomes null.
 
     Raises:
         ValueError: naming the column of a value that cannot be converted.
@@ -151,7 +151,9 @@ def _plain(value: Any, column: str) -> Any:
     if isinstance(value, (str, bool, int)) or value is None:
         return value
     if isinstance(value, float):
-        if not math.isfinite(value):
+        if math.isnan(value):  # pandas' missing value
+            return None
+        if math.isinf(value):
             raise ValueError(f"the column {shortened(column)} has {value}, which is not JSON: write null or a number")
         return value
     if isinstance(value, (list, tuple)):
