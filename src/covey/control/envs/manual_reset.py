@@ -51,7 +51,7 @@ class ActionRepeat(gym.Wrapper):
         self.known_place: NDArray[np.int64] | None = None  # slot, seed, step of a call, for another process
         self.skips_reset = False
         self.left_out: tuple[str, ...] = ()  # parts of a Dict observation that are not numbers
-        self.refuses_masks = False  # those in an info, which nothing reads if that of a reset has none
+        self.refuses_masks = False  # in an info: nothing reads them if the first reset gave none
 
     @property
     def masked(self) -> bool:
@@ -84,7 +84,7 @@ class ActionRepeat(gym.Wrapper):
             self.observation = self._masks.join(self.observation, info, over=self._over)
         elif self.refuses_masks and MASK in info:
             raise ValueError(
-                f"its info has an {MASK!r}, and that of its first reset had none: give the mask in reset as well, or "
+                f"its info has an {MASK!r}, and its first reset gave none: give the mask in reset as well, or "
                 "set environment.action_masks = false"
             )
 
