@@ -117,7 +117,7 @@ packages: $(RELEASE)/installed
 size: $(STAMP)
 	@$(BIN)/python tests/helpers/size.py $(SINCE)
 
-# In the order of what they take: a fault is found in minutes rather than hours.
+# The quick ones first, so that most faults are found in minutes.
 release-check: lint docs-test packages trackers oracle test environments lowest scale mutants test-slow
 
 lint: $(STAMP)

@@ -167,7 +167,7 @@ class GRPOLoss(nn.Module):
             proximal_logprobs_BT=_detached_as(old_policy_logprobs, logprobs_BT),
             reference_logprobs_BT=None if reference_logprobs is None else _detached_as(reference_logprobs, logprobs_BT),
         )
-        advantages_BT = algorithm.advantages(batch).advantages_BT
+        advantages_BT = algorithm.estimate_advantages(batch).advantages_BT
         batch = replace(batch, mask_BT=batch.mask_BT & valid_B[:, None], advantages_BT=advantages_BT)
         batch = with_loss_weights(algorithm, batch)
         return algorithm.loss(PolicyOutput(logprobs_BT, torch.zeros_like(logprobs_BT)), batch, self.kl_beta).loss

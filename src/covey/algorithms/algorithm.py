@@ -160,8 +160,8 @@ class Algorithm:
         return self.value_loss is not None
 
     @torch.no_grad()
-    def advantages(self, batch: Batch) -> Advantages:
-        """Advantages of a batch, and a critic's targets: constants of the loss, whatever they are computed with."""
+    def estimate_advantages(self, batch: Batch) -> Advantages:
+        """Call `advantage` without gradients: advantages, and a critic's targets, are constants of the loss."""
         return self.advantage(batch)
 
     def loss(self, output: PolicyOutput, batch: Batch, kl_coefficient: float) -> LossTerms:

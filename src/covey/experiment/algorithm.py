@@ -261,7 +261,7 @@ def _try_out(algorithm: Algorithm, reward_names: Sequence[str]) -> None:
     batch = _batch(reward_names)
     logprobs_BT = batch.behavior_logprobs_BT.clone().requires_grad_()
     try:
-        advantages = algorithm.advantages(batch)
+        advantages = algorithm.estimate_advantages(batch)
         _check(isinstance(advantages, Advantages), "its advantage must return Advantages(advantages_BT)")
         _check_shape("its advantage", advantages.advantages_BT, batch)
         surrogate: Any = algorithm.surrogate(logprobs_BT, logprobs_BT - logprobs_BT.detach(), advantages.advantages_BT)

@@ -95,7 +95,7 @@ class GroupSource:
     def have_signal(self, groups: list[Group]) -> list[bool]:
         """For each group, whether a decision of it has a non-zero advantage. A KL in the reward is not considered."""
         batch = collate(groups)
-        signal_G: list[bool] = has_signal(batch, self.algorithm.advantages(batch).advantages_BT).tolist()
+        signal_G: list[bool] = has_signal(batch, self.algorithm.estimate_advantages(batch).advantages_BT).tolist()
         return signal_G
 
 

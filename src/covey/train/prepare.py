@@ -126,7 +126,7 @@ def prepare_rows(
     for critic in critics:
         batch = _with_values(batch, policy, critic, team)
 
-    advantages_BT, returns_BT = algorithm.advantages(batch)
+    advantages_BT, returns_BT = algorithm.estimate_advantages(batch)
     counted_BT = batch.mask_BT & batch.valid_B[:, None]
     if mask_truncated:
         counted_BT = counted_BT & ~batch.truncated_B[:, None]

@@ -29,7 +29,7 @@ from covey.llm.data.rows import (
     with_prompt,
 )
 
-SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its roles, and the usual ones
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import random
-from typing import Any, cast
+from typing import Any
 
 from covey.config import (
     ConfigError,
@@ -56,8 +56,8 @@ class EnvironmentSeeds:
         return Start(index=index, prompt=prompt, columns={"seed": seed})
 
 
-class _Problem(Row):
-    """A row that its columns tell from others."""
+class _RowByColumns(Row):
+    """A row that differs from others by its columns, because the prompts are equal."""
 
     @property
     def content(self) -> str:
@@ -91,8 +91,9 @@ class EnvironmentRows(PromptDataset):
             for side, name in (("training", "training"), ("held_out", "held-out"))
         )
         if len({row.content for row in [*training, *held_out]}) == 1:
-            sides = (training, held_out)
-            training, held_out = ([cast(Row, _Problem(**vars(row))) for row in rows] for rows in sides)
+            training, held_out = (
+                list[Row](_RowByColumns(**vars(row)) for row in rows) for rows in (training, held_out)
+            )
         own = f"{source}, held-out rows" if held_out else ""
         self.config = DatasetConfig(source, held_out_path=own, held_out_fraction=config.held_out_fraction)
         one_prompt, fraction = ONE_PROMPT.format(path=source), config.held_out_fraction
